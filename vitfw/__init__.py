@@ -1,0 +1,3 @@
+"""vitfw: distributed training of Vision Transformers."""
+
+__version__ = "0.1.0"

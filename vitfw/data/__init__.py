@@ -1,0 +1,1 @@
+"""Images to shards, shards to batches: index, order, decoding, augmentation, loaders."""
