@@ -1,0 +1,90 @@
+"""The `model` section -> a module: our `ViT`, or any model of timm."""
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vitfw.models.variants import ModelConfig, input_size, resolve
+from vitfw.models.vit import ViT
+
+# Options of the section that a timm model takes as well, with timm's name for them.
+TIMM_OPTIONS = {"dropout": "drop_rate", "drop_path": "drop_path_rate"}
+
+
+class TimmModel(nn.Module):
+    """Any model of timm behind the forward of `ViT`, for tasks that need logits or pooled features."""
+
+    def __init__(self, name: str, net: nn.Module, image: tuple[int, int]):
+        super().__init__()
+        self.name, self.net, self.image = name, net, image
+        self.embed_dim: int = int(net.num_features)  # type: ignore[arg-type]
+        self.num_classes: int = int(net.num_classes)  # type: ignore[arg-type]
+
+    def forward(self, images: Tensor, *, output: Literal["logits", "pooled"] = "logits"):
+        """Images [B, C, H, W] -> logits [B, classes], or the head's input [B, D]."""
+        if output == "logits":
+            return self.net(images)
+        if output == "pooled":
+            return self.net.forward_head(self.net.forward_features(images), pre_logits=True)  # type: ignore[operator]
+        raise ValueError(
+            f"output={output!r}: timm:{self.name} gives logits or pooled; token access needs a ViT of vitfw"
+        )
+
+
+def build_model(config: ModelConfig, *, num_classes: int) -> nn.Module:
+    """The model of the section with a head for `num_classes` (0: none).
+
+    Inside `torch.device("meta")` nothing is allocated; `materialise` gives the same weights later as building directly.
+    Raises ValueError for unknown variants, contradictory options, and options a timm model does not have.
+    """
+    if config.variant.startswith("timm:"):
+        return _build_timm(config, num_classes)
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        model = ViT(resolve(config), num_classes)
+    return model if device.type == "meta" else materialise(model, device)
+
+
+def materialise(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Allocates a model built on the meta device and initialises it, module after module in `modules()` order."""
+    model.to_empty(device=device)
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own:
+            reset = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise ValueError(f"{name or type(module).__name__} owns tensors but has no reset_parameters()")
+            reset()
+    return model
+
+
+def _build_timm(config: ModelConfig, num_classes: int) -> TimmModel:
+    import timm
+
+    name = config.variant.removeprefix("timm:")
+    if not timm.is_model(name):
+        near = timm.list_models(f"*{name.split('.')[0][:8]}*")[:5]
+        raise ValueError(f"model.variant='timm:{name}': timm has no such model; similar: {', '.join(near) or 'none'}")
+    options = _timm_options(config, name)
+    size = input_size(config)
+    try:
+        net = timm.create_model(name, num_classes=num_classes, in_chans=config.in_channels, img_size=size, **options)
+    except TypeError as error:
+        if "img_size" not in str(error):
+            raise ValueError(f"model.variant='timm:{name}' refuses an option: {error}") from error
+        net = timm.create_model(name, num_classes=num_classes, in_chans=config.in_channels, **options)  # any size
+    return TimmModel(name, net, size)
+
+
+def _timm_options(config: ModelConfig, name: str) -> dict[str, Any]:
+    """The timm keyword arguments the section asks for; refuses options that would be ignored."""
+    understood = {"variant", "image_size", "image_height", "image_width", "in_channels", *TIMM_OPTIONS}
+    for option in dataclasses.fields(ModelConfig):
+        value = getattr(config, option.name)
+        if option.name not in understood and value != option.default:
+            raise ValueError(
+                f"model.{option.name}={value!r} has no effect on timm:{name}; remove it, or choose a variant of vitfw"
+            )
+    return {theirs: getattr(config, ours) for ours, theirs in TIMM_OPTIONS.items() if getattr(config, ours)}
