@@ -1,0 +1,180 @@
+"""Loaders from samples, transform and order: uint8 batches, exact resume, bad images reported once."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from vitfw.data.dataset import ImageDataset, Sample, Transform
+from vitfw.data.index import Samples
+from vitfw.data.ledger import Ledger
+from vitfw.data.order import Draw, TrainOrder, eval_order
+from vitfw.data.resources import fit_prefetch, resolve_workers
+from vitfw.data.section import DataConfig
+
+Batch = dict[str, torch.Tensor]
+
+
+def collate(samples: list[Sample]) -> dict[str, object]:
+    """Samples -> {"image" uint8 [B, C, H, W], "label" int64 [B] or float32 [B, K], "index" int64 [B], "bad" list}."""
+    labels = np.stack([sample["label"] for sample in samples])
+    return {
+        "image": default_collate([sample["image"] for sample in samples]),  # in a worker: straight into shared memory
+        "label": torch.from_numpy(labels.astype(np.float32 if labels.ndim == 2 else np.int64)),
+        "index": torch.tensor([sample["index"] for sample in samples], dtype=torch.int64),
+        "bad": [entry for sample in samples for entry in sample["bad"]],
+    }
+
+
+class Loader:
+    """Batches of one rank, with a length that is always the real one. Not a DataLoader, so no trainer re-creates it.
+
+    Iterating gives Batch dicts. For training it starts where `seek` says, else at the next epoch.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        samples: Samples,
+        ledger: Ledger,
+        *,
+        order: TrainOrder | None = None,
+        trace: Path | None = None,
+    ) -> None:
+        self.loader, self.samples, self.ledger, self.order, self.trace = loader, samples, ledger, order, trace
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def seek(self, *, epoch: int, images: int) -> None:
+        """See `TrainOrder.seek`. Raises ValueError for an evaluation loader, which has no position."""
+        if self.order is None:
+            raise ValueError("an evaluation loader always starts at its first image; there is nothing to seek")
+        self.order.seek(epoch=epoch, images=images)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, images = self.order.position if self.order is not None else (0, 0)
+        self.ledger.start_epoch()
+        for number, batch in enumerate(self.loader):
+            self.ledger.add(batch.pop("bad"))
+            if self.trace is not None:
+                self._write_trace(epoch, images, number, batch["index"])
+            yield batch
+
+    def _write_trace(self, epoch: int, images: int, number: int, index: torch.Tensor) -> None:
+        assert self.trace is not None
+        keys = [self.samples.key(row) for row in index.tolist() if row >= 0]
+        record: dict[str, object] = {"epoch": epoch, "batch": number, "keys": keys}
+        if self.order is not None:  # images consumed by all ranks before this step
+            record["images"] = images + number // self.order.accumulation * self.order.global_batch
+        with self.trace.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def build_train_loader(
+    samples: Samples,
+    transform: Transform,
+    *,
+    data: DataConfig,
+    order: TrainOrder,
+    workers: int | Literal["auto"] = "auto",
+    local_world: int = 1,
+    channels: int = 3,
+    image_size: int = 224,
+    prefetch: int = 2,
+    pin_memory: bool = False,
+    folder: Path | None = None,
+    report: Callable[[str], None] = print,
+) -> Loader:
+    """Training batches of one rank. order.seed seeds the augmentation, too.
+
+    local_world: ranks on this node (for workers=auto and shared memory). image_size: pixels, for the shared-memory
+    check. prefetch: batches each worker keeps ready. folder: where ledger and trace are written (run folder).
+    """
+    dataset = ImageDataset(
+        samples,
+        transform,
+        seed=order.seed,
+        channels=channels,
+        background=data.background,
+        exif=data.exif,
+        on_bad_sample=data.on_bad_sample,
+    )
+    processes = resolve_workers(workers, local_world=local_world)
+    batch_bytes = order.images_per_device * channels * image_size**2
+    ready = fit_prefetch(prefetch, workers=processes, batch_bytes=batch_bytes, local_world=local_world)
+    loader = _torch_loader(dataset, order, processes, ready, pin_memory)
+    file = folder / f"bad-images-rank{order.rank}.jsonl" if folder is not None else None
+    ledger = Ledger(data.bad_limit, len(samples), order.world, file, report)
+    return Loader(loader, samples, ledger, order=order, trace=_trace_file(data, folder, "train", order.rank))
+
+
+def build_eval_loader(
+    samples: Samples,
+    transform: Transform,
+    *,
+    data: DataConfig,
+    batch: int,
+    rank: int = 0,
+    world: int = 1,
+    workers: int | Literal["auto"] = "auto",
+    local_world: int = 1,
+    channels: int = 3,
+    image_size: int = 224,
+    prefetch: int = 2,
+    pin_memory: bool = False,
+    folder: Path | None = None,
+    report: Callable[[str], None] = print,
+) -> Loader:
+    """Evaluation batches of one rank: every sample once over all ranks, padding has label -1 and index -1.
+
+    batch: images of one rank. A bad image becomes padding, so it is not counted; the ledger says so.
+    """
+    dataset = ImageDataset(
+        samples,
+        transform,
+        seed=0,
+        channels=channels,
+        background=data.background,
+        exif=data.exif,
+        on_bad_sample=data.on_bad_sample,
+        replace=False,
+    )
+    processes = resolve_workers(workers, local_world=local_world)
+    batch_bytes = batch * channels * image_size**2
+    ready = fit_prefetch(prefetch, workers=processes, batch_bytes=batch_bytes, local_world=local_world)
+    batches = eval_order(len(samples), batch=batch, rank=rank, world=world)
+    loader = _torch_loader(dataset, batches, processes, ready, pin_memory)
+    file = folder / f"bad-images-val-rank{rank}.jsonl" if folder is not None else None
+    ledger = Ledger(data.bad_limit, len(samples), world, file, report)
+    return Loader(loader, samples, ledger, trace=_trace_file(data, folder, "val", rank))
+
+
+def _trace_file(data: DataConfig, folder: Path | None, split: str, rank: int) -> Path | None:
+    if not data.trace:
+        return None
+    if folder is None:
+        raise ValueError("data.trace=true needs a run folder to write to")
+    return folder / f"trace-{split}-rank{rank}.jsonl"
+
+
+def _torch_loader(
+    dataset: ImageDataset, batches: TrainOrder | list[list[Draw]], workers: int, prefetch: int, pin_memory: bool
+) -> DataLoader:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*worker processes in total.*")  # resolve_workers has said so, with the cure
+        return DataLoader(
+            dataset,
+            batch_sampler=batches,
+            collate_fn=collate,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else each epoch would draw a number from the training step's generator
+        )

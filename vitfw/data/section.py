@@ -1,0 +1,146 @@
+"""The `data` section of the configuration, and what it opens: samples and their order."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from vitfw.data.index import Samples, open_samples, shuffled_rows
+from vitfw.data.order import TrainOrder
+from vitfw.seeding import derive
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which images, in which order, and what happens to bad ones."""
+
+    train: str | None = field(
+        default=None, metadata=_help("shards or folder: a-{000..099}.tar, a-*.tar[:99%], lists with commas")
+    )
+    val: str | None = field(default=None, metadata=_help("shards or folder for evaluation, as data.train"))
+    classes: str | None = field(
+        default=None, metadata=_help("file of class names, one a line; default: classes.txt beside the shards")
+    )
+    fraction: float = field(
+        default=1.0, metadata=_help("share of the training images used, 0..1, the same in each class")
+    )
+    per_class: int | None = field(default=None, metadata=_help("training images of each class used (few-shot)"))
+    subset_seed: int = field(default=0, metadata=_help("chooses the images of fraction and per_class"))
+    weights: tuple[float, ...] | None = field(
+        default=None, metadata=_help("share of the draws from each pattern of data.train")
+    )
+    balance: Literal["none", "sqrt", "class"] = field(
+        default="none", metadata=_help("draws of a class: by its size, by the root of its size, or equal")
+    )
+    window: int = field(default=64, metadata=_help("shards whose samples are shuffled together; 0: all"))
+    on_bad_sample: Literal["raise", "skip"] = field(
+        default="skip", metadata=_help("an image that cannot be decoded, or a broken key")
+    )
+    bad_limit: float = field(
+        default=0.01, metadata=_help("share of bad images in an epoch that stops the run (one is always let pass)")
+    )
+    exif: bool = field(default=True, metadata=_help("turn images upright as their orientation tag says"))
+    background: tuple[int, int, int] = field(
+        default=(255, 255, 255), metadata=_help("colour under transparent pixels, 0..255")
+    )
+    cache: str | None = field(
+        default=None, metadata=_help("folder for indexes and remote shards that cannot lie beside the data")
+    )
+    trace: bool = field(default=False, metadata=_help("write the keys of every batch, per rank, to the run folder"))
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"data.fraction={self.fraction}: must be over 0 and at most 1")
+        if self.per_class is not None and self.per_class < 1:
+            raise ValueError(f"data.per_class={self.per_class}: must be 1 or more, or null")
+        if self.per_class is not None and self.fraction < 1.0:
+            raise ValueError(f"data.per_class={self.per_class} and data.fraction={self.fraction}: give one of them")
+        if self.weights is not None and (not self.weights or min(self.weights) <= 0):
+            raise ValueError(f"data.weights={self.weights}: one number over 0 for each pattern of data.train")
+        if self.weights is not None and self.balance != "none":
+            raise ValueError(f"data.weights={self.weights} and data.balance={self.balance}: give one of them")
+        if self.window < 0:
+            raise ValueError(f"data.window={self.window}: must be 0 (all shards) or more")
+        if not 0.0 <= self.bad_limit <= 1.0:
+            raise ValueError(f"data.bad_limit={self.bad_limit}: must be a share, 0..1")
+        if len(self.background) != 3 or not all(0 <= value <= 255 for value in self.background):
+            raise ValueError(f"data.background={self.background}: must be three numbers 0..255")
+
+
+def open_split(data: DataConfig, split: Literal["train", "val"]) -> Samples:
+    """The samples of data.train (with fraction or per_class applied) or of data.val; ValueError where none is named."""
+    pattern = data.train if split == "train" else data.val
+    if pattern is None:
+        raise ValueError(
+            f"data.{split} is not given; name shards or a folder, for example data.{split}=/data/{split}-*.tar"
+        )
+    samples = open_samples(pattern, classes=data.classes, on_problem=data.on_bad_sample, cache=data.cache)
+    if split == "train" and (data.fraction < 1.0 or data.per_class is not None):
+        samples = samples.select(_subset_rows(samples, data))
+    return samples
+
+
+def _subset_rows(samples: Samples, data: DataConfig) -> np.ndarray:
+    """Rows of the subset: of each class (all images are one class without labels) the first of a fixed shuffle."""
+    if data.per_class is not None and (not samples.labelled or samples.multi_label):
+        raise ValueError(f"data.per_class={data.per_class} needs images with one label each")
+    order = shuffled_rows(len(samples), derive(data.subset_seed, "subset"))
+    labels = samples.labels[order]
+    chosen = []
+    for label in np.unique(labels):
+        rows = order[labels == label]
+        wanted = data.per_class if data.per_class is not None else max(1, round(data.fraction * len(rows)))
+        if wanted > len(rows):
+            raise ValueError(f"data.per_class={wanted}, but class {label} has {len(rows)} images")
+        chosen.append(rows[:wanted])
+    return np.concatenate(chosen)
+
+
+def build_train_order(
+    samples: Samples,
+    *,
+    data: DataConfig,
+    seed: int,
+    global_batch: int,
+    images_per_device: int,
+    rank: int = 0,
+    world: int = 1,
+    repeats: int = 1,
+) -> TrainOrder:
+    """The order of `order.TrainOrder` for these samples, with data.window, data.balance and data.weights applied."""
+    groups, shares = _groups(samples, data)
+    return TrainOrder(
+        num_samples=len(samples),
+        shard_sizes=samples.shard_sizes,
+        global_batch=global_batch,
+        images_per_device=images_per_device,
+        seed=seed,
+        rank=rank,
+        world=world,
+        repeats=repeats,
+        window=data.window,
+        groups=groups,
+        shares=shares,
+    )
+
+
+def _groups(samples: Samples, data: DataConfig) -> tuple[list[np.ndarray] | None, list[float] | None]:
+    if data.balance != "none":
+        if not samples.labelled or samples.multi_label:
+            raise ValueError(f"data.balance={data.balance} needs images with one label each")
+        order = np.argsort(samples.labels, kind="stable")
+        counts = np.bincount(samples.labels)
+        groups = [rows for rows in np.split(order, np.cumsum(counts)[:-1]) if len(rows)]
+        return groups, [len(rows) ** 0.5 if data.balance == "sqrt" else 1.0 for rows in groups]
+    if data.weights is not None:
+        source = np.repeat(samples.sources, samples.shard_sizes)
+        if len(data.weights) != source.max() + 1:
+            raise ValueError(
+                f"data.weights={data.weights} has {len(data.weights)} numbers, data.train {source.max() + 1} patterns"
+            )
+        return [np.flatnonzero(source == number) for number in range(len(data.weights))], list(data.weights)
+    return None, None
