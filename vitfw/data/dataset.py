@@ -2,14 +2,14 @@
 
 import random
 from collections.abc import Callable
-from typing import Literal, TypedDict
+from typing import Literal, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 
-from vitfw.data.decode import UndecodableError, decode
+from vitfw.data.decode import UndecodableError, cut, decode, is_unread_jpeg
 from vitfw.data.index import Samples
 from vitfw.data.order import Draw
 from vitfw.seeding import derive
@@ -17,6 +17,21 @@ from vitfw.seeding import derive
 MAX_REPLACEMENTS = 16  # tries to find a sound image in place of a bad one, before the data set is given up
 
 Transform = Callable[[Image.Image], torch.Tensor]
+
+
+@runtime_checkable
+class RegionTransform(Protocol):
+    """A transform whose first act is to cut a box: the reader then decodes that box only, at the scale that suffices.
+
+    size: (height, width) of the result. box(height, width) draws (top, left, height, width) or None (all of it is
+    needed); finish does everything after the cut. The transform called on a whole image draws and does the same.
+    """
+
+    size: tuple[int, int]
+
+    def box(self, height: int, width: int) -> tuple[int, int, int, int] | None: ...
+
+    def finish(self, image: Image.Image) -> torch.Tensor: ...
 
 
 class Sample(TypedDict):
@@ -52,6 +67,7 @@ class ImageDataset(Dataset[Sample]):
         self.samples, self.transform, self.seed = samples, transform, seed
         self.channels, self.background, self.exif = channels, background, exif
         self.on_bad_sample, self.replace = on_bad_sample, replace
+        self._region = transform if isinstance(transform, RegionTransform) else None
         self._shape: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
@@ -99,7 +115,7 @@ class ImageDataset(Dataset[Sample]):
             random.seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)
             torch.default_generator.manual_seed(seed)
-            result = self.transform(image)  # type: ignore[arg-type]
+            result = self._transformed(image)
         finally:
             if states is not None:
                 random.setstate(states[0])
@@ -109,6 +125,12 @@ class ImageDataset(Dataset[Sample]):
             raise TypeError(f"the transform must give a uint8 tensor [C, H, W], not {type(result).__name__}")
         self._shape = tuple(result.shape)
         return result
+
+    def _transformed(self, image: Image.Image | torch.Tensor) -> torch.Tensor:
+        if self._region is not None and isinstance(image, Image.Image) and is_unread_jpeg(image):
+            box = self._region.box(image.height, image.width)
+            return self._region.finish(image if box is None else cut(image, box, self._region.size))
+        return self.transform(image)  # type: ignore[arg-type]
 
     def _padding(self, bad: list[tuple[int, str]]) -> Sample:
         if self._shape is None:  # only known after a first image: make one

@@ -15,7 +15,9 @@ from vitfw.data.index import Samples
 from vitfw.data.ledger import Ledger
 from vitfw.data.order import Draw, TrainOrder, eval_order
 from vitfw.data.resources import fit_prefetch, resolve_workers
-from vitfw.data.section import DataConfig
+from vitfw.data.section import DataConfig, build_train_order, open_data
+
+__all__ = ["DataConfig", "Loader", "build_eval_loader", "build_train_loader", "build_train_order", "open_data"]
 
 Batch = dict[str, torch.Tensor]
 

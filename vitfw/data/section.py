@@ -84,6 +84,25 @@ def open_split(data: DataConfig, split: Literal["train", "val"]) -> Samples:
     return samples
 
 
+def open_data(data: DataConfig) -> tuple[Samples, Samples | None]:
+    """Training and evaluation samples; None where data.val is not given. Both must have the same classes."""
+    train = open_split(data, "train")
+    if data.val is None:
+        return train, None
+    val = open_split(data, "val")
+    if train.classes is not None and val.classes is not None and train.classes != val.classes:
+        raise ValueError(
+            f"data.train has {len(train.classes)} classes ({train.classes[0]}, ...), data.val has {len(val.classes)} "
+            f"({val.classes[0]}, ...), and they differ; give data.classes"
+        )
+    if train.labelled and val.labelled and val.num_classes > train.num_classes:
+        raise ValueError(
+            f"data.val has labels up to {val.num_classes - 1}, data.train only up to {train.num_classes - 1}; "
+            "give data.classes"
+        )
+    return train, val
+
+
 def _subset_rows(samples: Samples, data: DataConfig) -> np.ndarray:
     """Rows of the subset: of each class (all images are one class without labels) the first of a fixed shuffle."""
     if data.per_class is not None and (not samples.labelled or samples.multi_label):
