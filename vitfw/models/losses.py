@@ -1,4 +1,4 @@
-"""Classification losses as pure functions. Smoothing is in the target already (data.mix.soft_targets): none smooths again."""
+"""Classification losses as pure functions. Targets are smoothed already (data.mix.soft_targets): none smooths again."""
 
 from typing import Literal
 
@@ -53,8 +53,8 @@ def as_rows(target: Tensor, num_classes: int) -> Tensor:
 def soft_cross_entropy(logits: Tensor, target: Tensor, *, class_weights: Tensor | None = None) -> Tensor:
     """Cross-entropy with int64 [B] or soft [B, K] targets, in float32, mean over the labelled rows.
 
-    With class weights [K] it is the weighted mean, as torch's for hard labels. Rows of zeros (unlabelled) count nowhere;
-    a batch without any label gives 0.
+    With class weights [K] it is the weighted mean, as torch's for hard labels. Rows of zeros (unlabelled) count
+    nowhere; a batch without any label gives 0.
     """
     rows = as_rows(target, logits.shape[1])
     rows = rows if class_weights is None else rows * class_weights
