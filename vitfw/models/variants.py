@@ -26,6 +26,7 @@ from vitfw.models.architecture import (
     Rope,
     RopeLayout,
 )
+from vitfw.models.cost import Shape
 
 # width, depth, heads, mlp_hidden. Sources: Steiner et al. 2021 (ti, s, b, l), Dosovitskiy et al. 2020 (h), Touvron
 # et al. 2022
@@ -315,3 +316,8 @@ def resolve(config: ModelConfig) -> Architecture:
     if config.window == 0:  # switching a variant's windows off takes its list of global blocks along
         values["global_blocks"] = ()
     return Architecture(**values)
+
+
+def shape_of(arch: Architecture) -> Shape:
+    """The part of an architecture that `cost` counts."""
+    return Shape(**{field.name: getattr(arch, field.name) for field in dataclasses.fields(Shape)})
