@@ -10,7 +10,7 @@ from torch import nn
 
 from vitfw.models.architecture import Architecture
 from vitfw.models.timm_bridge import from_eva, read_architecture, timm_arguments, to_timm
-from vitfw.models.variants import ModelConfig, resolve, variant_names
+from vitfw.models.variants import ModelConfig, resolve, variant_names, variant_values
 from vitfw.models.vit import ViT
 
 SMALL = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 7, "embed_dim": 48, "num_heads": 4}
