@@ -1,0 +1,52 @@
+"""Exact evaluation: each sample counts once, for any number of ranks, batch size and workers."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from vitfw.tasks.task import Batch, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Section `eval`."""
+
+    every_epochs: float = field(default=1.0, metadata={"help": "epochs between evaluations; 0: at the end alone"})
+
+    def __post_init__(self) -> None:
+        if self.every_epochs < 0:
+            raise ValueError(f"eval.every_epochs={self.every_epochs}: must be 0 (at the end alone) or more")
+
+
+Weights = Mapping[str, Callable[[], AbstractContextManager[None]]]
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task,
+    loader: Iterable[Batch],
+    *,
+    prepare: Callable[[Batch], Batch],
+    autocast: Callable[[], AbstractContextManager[None]],
+    weights: Weights,
+    device: torch.device,
+) -> dict[str, dict[str, float]]:
+    """{name of the weights: {result: value}} over one pass of the loader; entered by all ranks together.
+
+    `prepare` brings a batch to the device and normalises it. `weights` names the sets of weights to score, each with a
+    context that puts it in place (the raw weights need none): images are decoded once for all of them.
+    """
+    was_training = task.training
+    task.eval()
+    measures = {name: {key: metric.to(device) for key, metric in task.measures().items()} for name in weights}
+    try:
+        for batch in loader:
+            prepared = prepare(batch)
+            for name, in_place in weights.items():
+                with in_place(), autocast():
+                    task.measure(prepared, measures[name])
+        return {name: task.results(measures[name]) for name in weights}
+    finally:
+        task.train(was_training)

@@ -1,0 +1,146 @@
+"""Joins the prepared parts to loaders, module and trainer, at the place where the run stands."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+from vitfw import checkpoint
+from vitfw.config import Config
+from vitfw.data.augment import eval_transform, train_transform
+from vitfw.data.loader import Loader, build_eval_loader, build_train_loader
+from vitfw.data.section import build_train_order
+from vitfw.launch import Launch, uses_gpu
+from vitfw.models.variants import input_size
+from vitfw.module import Module
+from vitfw.prepare import Prepared
+from vitfw.report.dashboard import Dashboard, start_wandb
+from vitfw.report.progress import ProgressDisplay
+from vitfw.report.recorder import Recorder
+from vitfw.run import Run
+from vitfw.tasks.task import Batch
+from vitfw.trainer import AfterStep, build_trainer
+
+
+class RestOfRun:
+    """The micro-batches from where the run stands to its end, over all epochs: what the Trainer takes for one epoch."""
+
+    def __init__(self, loader: Loader, micro_batches: int) -> None:
+        self.loader, self.micro_batches = loader, micro_batches
+
+    def __len__(self) -> int:
+        return self.micro_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        left = self.micro_batches
+        while left > 0:
+            for batch in self.loader:
+                yield batch
+                left -= 1
+                if left == 0:
+                    return
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A run ready to go on from `after_step.progress`."""
+
+    trainer: pl.Trainer
+    module: Module
+    loader: RestOfRun
+    eval_loader: Loader | None
+    after_step: AfterStep
+
+    @property
+    def progress(self) -> checkpoint.Progress:
+        return self.after_step.progress
+
+    def run(self) -> bool:
+        """Trains to the end (True), or until a stop was asked for (False)."""
+        try:
+            if len(self.loader):
+                self.trainer.fit(self.module, self.loader)
+        except BaseException:
+            self.after_step.recorder.close(status=1)
+            raise
+        self.after_step.recorder.close(status=0)
+        return not self.after_step.stopped
+
+
+def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, config_text: str) -> Fit:
+    """Finds where the run stands and builds everything from there. Called on all ranks."""
+    found = checkpoint.newest(run.checkpoints)
+    for word in found[2] if found else []:
+        print(f"passed over a damaged checkpoint: {word}")
+    state = checkpoint.load(found[0]) if found else None
+    progress = found[1] if found else checkpoint.Progress()
+    length, machine = prepared.length, config.machine
+    size, channels = input_size(config.model), config.model.in_channels
+    shared = {"data": config.data, "workers": "auto" if machine.workers < 0 else machine.workers}
+    shared |= {"local_world": launch.local_world, "channels": channels, "image_size": max(size)}
+    shared |= {"pin_memory": uses_gpu(machine), "folder": run.folder}
+    order = build_train_order(
+        prepared.train_set,
+        data=config.data,
+        seed=prepared.seed,
+        global_batch=length.global_batch,
+        images_per_device=prepared.images_per_device,
+        rank=launch.rank,
+        world=launch.world,
+        repeats=config.augment.repeats,
+    )
+    transform = train_transform(config.augment, size=size, channels=channels)
+    loader = build_train_loader(prepared.train_set, transform, order=order, **shared)
+    epoch, step = divmod(progress.step, length.steps_per_epoch)
+    loader.seek(epoch=epoch, images=step * length.global_batch)
+    eval_loader = None
+    if prepared.val_set is not None:
+        eval_loader = build_eval_loader(
+            prepared.val_set,
+            eval_transform(config.augment, size=size, channels=channels),
+            batch=machine.eval_images_per_device or 2 * machine.images_per_device,
+            rank=launch.rank,
+            world=launch.world,
+            **shared,
+        )
+    module = Module(
+        prepared.task,
+        prepared.augment,
+        optim=config.optim,
+        length=length,
+        ema=config.ema,
+        seed=prepared.seed,
+        accumulation=prepared.accumulation,
+        rank=launch.rank,
+        world=launch.world,
+    )
+    after_step = AfterStep(
+        run,
+        log=config.log,
+        evaluation=config.eval,
+        machine=machine,
+        length=length,
+        progress=progress,
+        resume_from=state,
+        eval_loader=eval_loader,
+        recorder=_recorder(config, launch, run),
+        display=ProgressDisplay(config.log, length, start_step=progress.step, show=launch.is_main),
+        config_text=config_text,
+        stop_after=config.stop_after,
+    )
+    rest = RestOfRun(loader, (length.total_steps - progress.step) * prepared.accumulation)
+    trainer = build_trainer(machine, launch, accumulation=prepared.accumulation, callbacks=[after_step])
+    return Fit(trainer, module, rest, eval_loader, after_step)
+
+
+def _recorder(config: Config, launch: Launch, run: Run) -> Recorder:
+    """Rank 0 writes; the rank is known from the environment, so no other rank ever makes a file or a W&B run."""
+    folder: Path | None = run.folder if launch.is_main else None
+    dashboard: Dashboard | None = None
+    if folder is not None and config.log.wandb:
+        log = config.log
+        dashboard = start_wandb(
+            folder, run_id=run.run_id, project=log.project, entity=log.entity, name=log.name, config=config.recipe_part()
+        )
+    return Recorder(folder, attempt=run.attempt, dashboard=dashboard)

@@ -1,0 +1,68 @@
+"""The seam between a method and the rest: a task owns its networks and its loss, and knows no Lightning, optimiser or rank."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Section `task`: `name` picks the task, whose own dataclass adds its keys."""
+
+    name: str = field(default="classify", metadata={"help": "which task trains"})
+
+
+class Monitor(NamedTuple):
+    """The result that decides which checkpoint is the best."""
+
+    name: str
+    mode: Literal["max", "min"]
+
+    def better(self, value: float, best: float | None) -> bool:
+        """NaN never wins; a tie keeps the earlier one."""
+        if value != value:
+            return False
+        return best is None or (value > best if self.mode == "max" else value < best)
+
+
+class Task(nn.Module, ABC):
+    """Subclasses are final. A batch holds `image` float [B, C, H, W], normalised, and what the loader put beside it."""
+
+    monitor: Monitor
+    num_classes: int | None = None  # None: labels are not used in training, so nothing mixes or smooths them
+    smoothing: float = 0.0
+
+    @abstractmethod
+    def losses(self, batch: Batch, progress: float) -> dict[str, Tensor]:
+        """Batch -> {"loss": scalar to minimise, name: scalar to show, ...}. `progress` is the share of the run done, 0 to 1."""
+
+    @abstractmethod
+    def measures(self) -> dict[str, Metric]:
+        """Fresh metric objects for one evaluation."""
+
+    @abstractmethod
+    def measure(self, batch: Batch, measures: Mapping[str, Metric]) -> None:
+        """Adds a batch to the measures, in evaluation mode. Rows with `index` -1 are padding and must not count."""
+
+    @abstractmethod
+    def results(self, measures: Mapping[str, Metric]) -> dict[str, float]:
+        """The numbers of an evaluation, the same on every rank; called on all ranks, since metrics are combined here."""
+
+    @property
+    @abstractmethod
+    def network(self) -> nn.Module:
+        """What the run is for: the network that is exported."""
+
+    @abstractmethod
+    def parameter_layers(self, norm_layer: Literal["last_block", "head"]) -> dict[str, int]:
+        """{parameter name: place in the network}: 0 the embeddings, i + 1 block i, depth + 1 the head. For layer decay; it
+        depends on the network alone, so frozen parts and wrappers change nothing. `norm_layer`: where the final norm counts."""
+
+    def after_step(self, progress: float) -> None:  # noqa: B027 - most tasks have nothing to do here
+        """Called once after each optimiser step, for teachers that follow and schedules of the task's own."""
