@@ -76,7 +76,7 @@ class ImageDataset(Dataset[Sample]):
     def __getitem__(self, draw: Draw) -> Sample:
         if draw.index < 0:
             return self._padding([])
-        bad: list[tuple[int, str]] = []
+        bad: dict[int, str] = {}
         index = draw.index
         for attempt in range(MAX_REPLACEMENTS):
             try:
@@ -84,13 +84,13 @@ class ImageDataset(Dataset[Sample]):
             except UndecodableError as error:
                 if self.on_bad_sample == "raise":
                     raise
-                bad.append((index, str(error)))
+                bad[index] = str(error)
                 if not self.replace:
-                    return self._padding(bad)
+                    return self._padding(list(bad.items()))
                 index = derive(self.seed, "replace", *draw, attempt) % len(self.samples)
             else:
-                return Sample(image=image, label=self.samples.label(index), index=index, bad=bad)
-        raise UndecodableError(f"{MAX_REPLACEMENTS} images in a row cannot be decoded; the last: {bad[-1][1]}")
+                return Sample(image=image, label=self.samples.label(index), index=index, bad=list(bad.items()))
+        raise UndecodableError(f"{MAX_REPLACEMENTS} images in a row cannot be decoded; one of them: {bad[draw.index]}")
 
     def load(self, draw: Draw) -> torch.Tensor:
         """The augmented image uint8 [C, H, W]. Raises UndecodableError that names shard and key.

@@ -6,6 +6,7 @@ With 1 or 3 channels, alpha is composed on a background, so that hidden colours 
 """
 
 import io
+import warnings
 
 import numpy as np
 import torch
@@ -47,11 +48,15 @@ def decode(
             f"model.channels={channels} needs .npy images [H, W, {channels}]; this is another format"
         )
     try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        orientation = _orientation(image) if exif else 1
-        if isinstance(image, JpegImageFile) and image.mode == _MODES[channels] and orientation == 1:
-            return image
-        converted = _convert(image, channels, background)
+        with (
+            warnings.catch_warnings()
+        ):  # Pillow warns of broken EXIF blocks and odd palettes, which are dealt with here
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            orientation = _orientation(image) if exif else 1
+            if isinstance(image, JpegImageFile) and image.mode == _MODES[channels] and orientation == 1:
+                return image
+            converted = _convert(image, channels, background)
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
         raise UndecodableError(f"{type(error).__name__}: {error}") from error
     return converted.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else converted

@@ -17,9 +17,10 @@ from typing import Literal
 import numpy as np
 
 from vitfw.data import table as tables
-from vitfw.data.folder import index_folder
 from vitfw.data.patterns import expand, is_remote, slice_bounds, split_list, split_slice
-from vitfw.data.shard import index_shard
+from vitfw.data.remote import RemoteCache, default_folder, read_if_there
+from vitfw.data.shuffle import shuffled_rows
+from vitfw.data.stored import stored_index
 from vitfw.data.table import Table
 from vitfw.seeding import derive
 
@@ -30,8 +31,8 @@ class Samples:
     """N images of S shards (tars, or folders of files) by row 0..N-1, with keys and labels.
 
     names: S files or folders. starts [S + 1]: first row of each. sources [S]: which pattern of the list a shard came
-    from. classes: their names, if known. Files are opened on first use in each process, and the object pickles and
-    forks cheaply.
+    from. classes: their names, if known. num_classes: their number, else the largest label + 1; 0 without labels.
+    Files are opened on first use in each process, and the object pickles and forks cheaply.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Samples:
         table: Table,
         *,
         classes: tuple[str, ...] | None = None,
+        num_classes: int | None = None,
         sources: np.ndarray | None = None,
+        remote: RemoteCache | None = None,
     ) -> None:
         assert len(starts) == len(names) + 1 and starts[-1] == len(table.offset), "each row belongs to one shard"
         self.names = list(names)
@@ -49,8 +52,12 @@ class Samples:
         self.table = table
         self.classes = classes
         self.sources = np.zeros(len(names), np.int32) if sources is None else sources
+        self.remote = remote
         self._open_files: OrderedDict[str, int] = OrderedDict()
         self._check_labels()
+        values = self.table.label_value if self.multi_label else self.table.label
+        highest = int(values.max()) + 1 if len(values) else 0
+        self.num_classes = len(classes) if classes is not None else highest if num_classes is None else num_classes
 
     def _check_labels(self) -> None:
         values = self.table.label_value if self.multi_label else self.table.label
@@ -81,14 +88,6 @@ class Samples:
     def labels(self) -> np.ndarray:
         """[N] int32, -1 where there is none (and everywhere for multi-label)."""
         return self.table.label
-
-    @property
-    def num_classes(self) -> int:
-        """From the class list if there is one, else the largest label + 1; 0 without labels."""
-        if self.classes is not None:
-            return len(self.classes)
-        values = self.table.label_value if self.multi_label else self.table.label
-        return int(values.max()) + 1 if len(values) else 0
 
     @property
     def shard_sizes(self) -> np.ndarray:
@@ -133,11 +132,22 @@ class Samples:
         if name in self._open_files:
             self._open_files.move_to_end(name)
             return self._open_files[name]
-        descriptor = os.open(name, os.O_RDONLY)
+        if is_remote(name):
+            assert self.remote is not None, "remote samples come with their cache"
+            descriptor = self.remote.open(name)
+            self._close_removed()
+        else:
+            descriptor = os.open(name, os.O_RDONLY)
         self._open_files[name] = descriptor
         if len(self._open_files) > MAX_OPEN_FILES:
             os.close(self._open_files.popitem(last=False)[1])
         return descriptor
+
+    def _close_removed(self) -> None:
+        """Lets go of copies that the cache has removed, so that the disk gets their room back."""
+        for name, descriptor in list(self._open_files.items()):
+            if os.fstat(descriptor).st_nlink == 0:
+                os.close(self._open_files.pop(name))
 
     def select(self, rows: np.ndarray) -> "Samples":
         """A subset, in the order of the shards; rows that are not sorted are sorted."""
@@ -149,7 +159,9 @@ class Samples:
             np.append(starts[filled], len(rows)),
             tables.take(self.table, rows),
             classes=self.classes,
+            num_classes=self.num_classes,
             sources=self.sources[filled],
+            remote=self.remote,
         )
 
     def describe(self) -> str:
@@ -174,19 +186,22 @@ def open_samples(
     classes: str | Sequence[str] | None = None,
     on_problem: Literal["raise", "skip"] = "raise",
     cache: str | None = None,
+    cache_bytes: int = 100_000_000_000,
     threads: int = 8,
 ) -> Samples:
     """Shards or folders by pattern (see `patterns`): `a-{00..07}.tar`, `a-*.tar[:99%]`, `folder`, `x/*.tar, y/*.tar`.
 
     classes: names, or a file with one name a line; by default the `classes.txt` beside the first shard, if any.
     on_problem: split, repeated, unlabelled or imageless keys raise ValueError, or are left out with a warning.
-    cache: folder for indexes that cannot be kept beside their shard.
+    cache: folder for indexes that cannot be kept beside their shard, and for copies of remote shards (of cache_bytes
+    in all); default see `remote.default_folder`.
     """
     parts = []
     known = _read_classes(classes)
+    remote = RemoteCache(folder=Path(cache) if cache is not None else default_folder(), limit=cache_bytes)
     for source, text in enumerate(split_list(pattern)):
         body, bounds = split_slice(text)
-        samples = _open_source(expand(body), known, on_problem, cache, threads)
+        samples = _open_source(expand(body), known, on_problem, remote, threads)
         if bounds is not None:
             first, last = slice_bounds(bounds, len(samples))
             samples = samples.select(shuffled_rows(len(samples), derive(0, "slice"))[first:last])
@@ -195,82 +210,49 @@ def open_samples(
     return _join(parts, pattern)
 
 
-def shuffled_rows(num_rows: int, seed: int) -> np.ndarray:
-    """A permutation of 0..num_rows-1 as a pure function of the seed: rows sorted by splitmix64 of (seed, row).
-
-    Written out because numpy promises no equal stream between its releases. splitmix64 is a bijection: no ties.
-    """
-    value = np.arange(num_rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & ((1 << 64) - 1))
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(value ^ (value >> np.uint64(31)), kind="stable")
-
-
 def _read_classes(classes: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if classes is None:
         return None
-    names = tuple(Path(classes).read_text().split("\n")) if isinstance(classes, str) else tuple(classes)
-    names = names[:-1] if names and names[-1] == "" else names
-    if len(set(names)) < len(names) or "" in names or not names:
-        raise ValueError(f"classes {classes!r}: names must be given once each, one a line, without empty lines")
+    return parse_classes(Path(classes).read_text() if isinstance(classes, str) else "\n".join(classes), str(classes))
+
+
+def parse_classes(text: str, where: str) -> tuple[str, ...]:
+    """Class names, one a line; `where` names the file in the error."""
+    names = tuple(text.removesuffix("\n").split("\n"))
+    if len(set(names)) < len(names) or "" in names:
+        raise ValueError(f"classes in {where}: each name must stand there once, one a line, without empty lines")
     return names
 
 
+def _classes_beside(name: str) -> tuple[str, ...] | None:
+    """From the classes.txt in the folder of a shard."""
+    beside = f"{name.rpartition('/')[0]}/classes.txt" if "/" in name else "classes.txt"
+    if is_remote(name):
+        content = read_if_there(beside)
+        return None if content is None else parse_classes(content.decode(), beside)
+    if Path(name).is_dir() or not Path(beside).exists():
+        return None
+    return parse_classes(Path(beside).read_text(), beside)
+
+
 def _open_source(
-    names: list[str], classes: tuple[str, ...] | None, on_problem: str, cache: str | None, threads: int
+    names: list[str], classes: tuple[str, ...] | None, on_problem: str, remote: RemoteCache, threads: int
 ) -> Samples:
-    beside = Path(names[0]).parent / "classes.txt"
-    if classes is None and not Path(names[0]).is_dir() and not is_remote(names[0]) and beside.exists():
-        classes = _read_classes(str(beside))
+    classes = classes if classes is not None else _classes_beside(names[0])
     with ThreadPoolExecutor(threads) as pool:
-        results = list(pool.map(lambda name: _index_one(name, classes, cache), names))
-    found = {result[1] for result in results if result[1] is not None}
+        results = list(pool.map(lambda name: stored_index(name, classes, remote), names))
+    found = {result.classes for result in results if result.classes is not None}
     if len(found) > 1:
         raise ValueError(f"{names[0]!r} and the folders beside it have different classes; give data.classes")
-    problems = [problem for result in results for problem in result[2]]
+    problems = [problem for result in results for problem in result.problems]
     if problems:
         text = f"{len(problems)} problem(s) in the shards, the first of them:\n  " + "\n  ".join(problems[:3])
         if on_problem == "raise":
             raise ValueError(f"{text}\n(data.on_bad_sample=skip leaves these samples out)")
         warnings.warn(f"{text}\nThese samples are left out.", stacklevel=3)
-    starts = np.cumsum([0, *(len(result[0].offset) for result in results)])
-    return Samples(
-        names, starts, tables.join([result[0] for result in results]), classes=found.pop() if found else classes
-    )
-
-
-def _index_one(
-    name: str, classes: tuple[str, ...] | None, cache: str | None
-) -> tuple[Table, tuple[str, ...] | None, list[str]]:
-    """Table, classes (of a folder) and problems of one shard or folder, from the stored index if it is still right."""
-    if is_remote(name):
-        raise ValueError(f"{name!r}: remote shards are opened through remote.open_remote")
-    path = Path(name)
-    if path.is_dir():
-        table, names = index_folder(path, classes)
-        return table, names, []
-    status = path.stat()
-    about = {
-        "size": status.st_size,
-        "modified_ns": status.st_mtime_ns,
-        "classes": sha256("\n".join(classes or ()).encode()).hexdigest()[:16],
-    }
-    places = [path.with_name(path.name + ".idx")]
-    if cache is not None:
-        places.append(Path(cache) / f"{sha256(str(path.resolve()).encode()).hexdigest()[:24]}.idx")
-    for place in places:
-        stored = tables.load(place)
-        if stored is not None and all(stored[1].get(key) == value for key, value in about.items()):
-            return stored[0], None, list(stored[1]["problems"])  # type: ignore[arg-type]
-    table, problems = index_shard(path, classes)
-    for place in places:
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            tables.save(place, table, {**about, "problems": problems})
-            break
-        except OSError:
-            continue  # read-only data folder: the next place, or built again at the next start
-    return table, None, problems
+    starts = np.cumsum([0, *(len(result.table.offset) for result in results)])
+    table = tables.join([result.table for result in results])
+    return Samples(names, starts, table, classes=found.pop() if found else classes, remote=remote)
 
 
 def _join(parts: list[Samples], pattern: str) -> Samples:
@@ -288,5 +270,7 @@ def _join(parts: list[Samples], pattern: str) -> Samples:
         np.cumsum([0, *(size for part in parts for size in part.shard_sizes)]),
         tables.join([part.table for part in parts]),
         classes=classes.pop(),
+        num_classes=max(part.num_classes for part in parts),
+        remote=parts[0].remote,
         sources=np.concatenate([part.sources for part in parts]),
     )

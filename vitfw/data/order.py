@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitfw.data.index import shuffled_rows
+from vitfw.data.shuffle import shuffled_rows
 from vitfw.seeding import derive
 
 

@@ -22,8 +22,9 @@ import numpy as np
 from PIL import Image
 
 from vitfw.data.decode import UndecodableError, decode
-from vitfw.data.index import shuffled_rows
+from vitfw.data.shuffle import shuffled_rows
 from vitfw.data.sources import Source, open_source
+from vitfw.data.stored import keep_index
 from vitfw.data.table import Label
 from vitfw.seeding import derive
 
@@ -94,7 +95,9 @@ def pack(
     shards = [out / f"{prefix}-{number:05d}.tar" for number in range(len(parts))]
 
     def write(number: int) -> dict[str, object]:
-        return _write_shard(shards[number], opened, keys, parts[number], options)
+        record = _write_shard(shards[number], opened, keys, parts[number], options)
+        keep_index(shards[number], opened.classes, str(record["sha256"]))
+        return record
 
     with ThreadPoolExecutor(threads) as pool:
         records = []

@@ -5,8 +5,9 @@ from typing import Literal
 
 import numpy as np
 
-from vitfw.data.index import Samples, open_samples, shuffled_rows
+from vitfw.data.index import Samples, open_samples
 from vitfw.data.order import TrainOrder
+from vitfw.data.shuffle import shuffled_rows
 from vitfw.seeding import derive
 
 
@@ -50,6 +51,7 @@ class DataConfig:
     cache: str | None = field(
         default=None, metadata=_help("folder for indexes and remote shards that cannot lie beside the data")
     )
+    cache_gb: float = field(default=100.0, metadata=_help("largest size of the copies of remote shards, in 1e9 bytes"))
     trace: bool = field(default=False, metadata=_help("write the keys of every batch, per rank, to the run folder"))
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class DataConfig:
             raise ValueError(f"data.window={self.window}: must be 0 (all shards) or more")
         if not 0.0 <= self.bad_limit <= 1.0:
             raise ValueError(f"data.bad_limit={self.bad_limit}: must be a share, 0..1")
+        if self.cache_gb <= 0:
+            raise ValueError(f"data.cache_gb={self.cache_gb}: must be over 0")
         if len(self.background) != 3 or not all(0 <= value <= 255 for value in self.background):
             raise ValueError(f"data.background={self.background}: must be three numbers 0..255")
 
@@ -78,7 +82,13 @@ def open_split(data: DataConfig, split: Literal["train", "val"]) -> Samples:
         raise ValueError(
             f"data.{split} is not given; name shards or a folder, for example data.{split}=/data/{split}-*.tar"
         )
-    samples = open_samples(pattern, classes=data.classes, on_problem=data.on_bad_sample, cache=data.cache)
+    samples = open_samples(
+        pattern,
+        classes=data.classes,
+        on_problem=data.on_bad_sample,
+        cache=data.cache,
+        cache_bytes=int(data.cache_gb * 1e9),
+    )
     if split == "train" and (data.fraction < 1.0 or data.per_class is not None):
         samples = samples.select(_subset_rows(samples, data))
     return samples

@@ -17,12 +17,13 @@ from vitfw.data.tar import Member, read_members
 LABEL_EXTENSIONS = ("cls", "json")
 
 
-def index_shard(path: Path, classes: Sequence[str] | None) -> tuple[Table, list[str]]:
-    """The sound samples of a shard and the problems found, one line each with shard, key and cure.
+def index_shard(path: Path, classes: Sequence[str] | None, *, name: str | None = None) -> tuple[Table, list[str]]:
+    """The sound samples of a shard and the problems found, one line each with shard (its name), key and cure.
 
     Raises tar.DamagedTarError where the archive itself is damaged.
     """
-    groups, problems = _group(path)
+    shown = name or str(path)
+    groups, problems = _group(path, shown)
     numbers = {name: place for place, name in enumerate(classes or ())}
     rows: list[tuple[str, Member, Label]] = []
     descriptor = os.open(path, os.O_RDONLY)
@@ -31,13 +32,13 @@ def index_shard(path: Path, classes: Sequence[str] | None) -> tuple[Table, list[
             try:
                 rows.append((key, image, _read_label(descriptor, labels, numbers)))
             except ValueError as error:
-                problems[key] = f"{path}: key {key!r}: {error}"
+                problems[key] = f"{shown}: key {key!r}: {error}"
     finally:
         os.close(descriptor)
     if any(label is not None for _, _, label in rows):
         for key, _, label in rows:
             if label is None:
-                problems[key] = f"{path}: key {key!r} has an image but no label, while others have one"
+                problems[key] = f"{shown}: key {key!r} has an image but no label, while others have one"
         rows = [row for row in rows if row[2] is not None]
     table = make_table(
         [image.offset for _, image, _ in rows],
@@ -48,7 +49,7 @@ def index_shard(path: Path, classes: Sequence[str] | None) -> tuple[Table, list[
     return table, list(problems.values())
 
 
-def _group(path: Path) -> tuple[dict[str, tuple[Member, dict[str, Member]]], dict[str, str]]:
+def _group(path: Path, name: str) -> tuple[dict[str, tuple[Member, dict[str, Member]]], dict[str, str]]:
     """Members by key: {key: (image, {extension: label member})} for the sound ones, {key: problem} for the others."""
     images: dict[str, Member] = {}
     labels: dict[str, dict[str, Member]] = {}
@@ -61,14 +62,18 @@ def _group(path: Path) -> tuple[dict[str, tuple[Member, dict[str, Member]]], dic
         if not (is_label or extension in IMAGE_EXTENSIONS) or key.rpartition("/")[2].startswith("."):
             continue  # captions, masks, hidden files: never read
         if key != current and (key in images or key in labels):
-            problems[key] = (
-                f"{path}: the members of key {key!r} do not stand next to each other, or the key is repeated; "
+            problem = (
+                f"{name}: the members of key {key!r} do not stand next to each other, or the key is repeated; "
                 "write them one after another (tar --sort=name)"
             )
         elif not is_label and key in images:
-            problems[key] = f"{path}: key {key!r} has two images; give each its own key"
+            problem = f"{name}: key {key!r} has two images; give each its own key"
         elif is_label and extension in labels.get(key, {}):
-            problems[key] = f"{path}: key {key!r} has two labels .{extension}"
+            problem = f"{name}: key {key!r} has two labels .{extension}"
+        else:
+            problem = None
+        if problem is not None:
+            problems.setdefault(key, problem)
         current = key
         if is_label:
             labels.setdefault(key, {})[extension] = member
@@ -76,7 +81,7 @@ def _group(path: Path) -> tuple[dict[str, tuple[Member, dict[str, Member]]], dic
             images[key] = member
     for key in labels.keys() - images.keys():
         problems.setdefault(
-            key, f"{path}: key {key!r} has a label but no image ({', '.join(IMAGE_EXTENSIONS[:4])}, ...)"
+            key, f"{name}: key {key!r} has a label but no image ({', '.join(IMAGE_EXTENSIONS[:4])}, ...)"
         )
     sound = {key: (image, labels.get(key, {})) for key, image in images.items() if key not in problems}
     return sound, dict(sorted(problems.items()))

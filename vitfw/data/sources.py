@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from vitfw.data.index import open_samples, shuffled_rows
+from vitfw.data.index import open_samples
+from vitfw.data.shuffle import shuffled_rows
 from vitfw.data.table import Label
 from vitfw.seeding import derive
 

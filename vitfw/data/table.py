@@ -113,14 +113,12 @@ def save(path: Path, table: Table, about: dict[str, object]) -> None:
 
 
 def load(path: Path) -> tuple[Table, dict[str, object]] | None:
-    """What `save` wrote; None if there is no such file, or it is of another format or damaged (it is then rebuilt)."""
+    """What `save` wrote; None if there is none that can be read, of this format and whole (it is then rebuilt)."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             if about.get("format") != FORMAT:
                 return None
             return Table(*(arrays[name] for name in Table._fields)), about
-    except FileNotFoundError:
-        return None
-    except (zipfile.BadZipFile, ValueError, KeyError, EOFError):  # json errors are ValueErrors
+    except (OSError, zipfile.BadZipFile, ValueError, KeyError, EOFError):  # json errors are ValueErrors
         return None
