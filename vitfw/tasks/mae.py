@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric, SumMetric
+from torchmetrics import Metric, SumMetric
 
 from vitfw.models.build import build_model
 from vitfw.models.decoder import Decoder, decoder_architecture
@@ -140,10 +140,9 @@ class MaeTask(Task):
         return images.shape[2] // self.encoder.patch_size[0], images.shape[3] // self.encoder.patch_size[1]
 
     def measures(self) -> dict[str, Metric]:
-        found: dict[str, Metric] = {"loss": MeanMetric(nan_strategy="disable").set_dtype(torch.float64)}
-        if self.probe is not None:
-            found["hits"] = SumMetric(nan_strategy="disable").set_dtype(torch.float64)
-            found["labelled"] = SumMetric(nan_strategy="disable").set_dtype(torch.float64)
+        # sums in float64, so that the result is the same for any split; MeanMetric drops its weights where NaN may pass
+        sums = ["loss", "images", *(["hits", "labelled"] if self.probe is not None else [])]
+        found: dict[str, Metric] = {name: SumMetric(nan_strategy="disable").set_dtype(torch.float64) for name in sums}
         if self.label_classes and self.config.neighbours:
             k, temperature = self.config.neighbours, self.config.neighbour_temperature
             found["neighbours"] = NeighbourAccuracy(self.label_classes, k=k, temperature=temperature)
@@ -153,10 +152,12 @@ class MaeTask(Task):
         """The loss under fixed masks; probe and neighbours read the whole image, as all later use of the encoder."""
         images, index = batch["image"], batch["index"]
         loss, _ = self.reconstruct(images, self.fixed_masks(images, index))
-        measures["loss"].update(loss.double(), weight=(index >= 0).double())
+        counted = index >= 0
+        measures["loss"].update(torch.where(counted, loss.double(), 0.0).sum())
+        measures["images"].update(counted.sum().double())
         if "hits" not in measures and "neighbours" not in measures:
             return
-        label = torch.where(index >= 0, self._single_label(batch), -1)
+        label = torch.where(counted, self._single_label(batch), -1)
         features = self._pool(self.encoder(images, output="tokens"))
         if self.probe is not None:
             measures["hits"].update((self.probe(features).argmax(dim=1) == label).sum().double())
@@ -166,16 +167,15 @@ class MaeTask(Task):
 
     def results(self, measures: Mapping[str, Metric]) -> dict[str, float]:
         """loss; probe_acc1 and the neighbours' accuracy in percent, where the validation set has labels."""
-        values = {"loss": measures["loss"].compute().item()}
-        if "hits" in measures:
-            hits, labelled = measures["hits"].compute().item(), measures["labelled"].compute().item()
-            if labelled:
-                values["probe_acc1"] = 100.0 * hits / labelled
+        sums = {name: measures[name].compute().item() for name in measures.keys() - {"neighbours"}}
+        values = {"loss": sums["loss"] / max(sums["images"], 1.0)}
+        if sums.get("labelled"):
+            values["probe_acc1"] = 100.0 * sums["hits"] / sums["labelled"]
         if "neighbours" in measures:
             accuracy = measures["neighbours"].compute().item()
             if accuracy == accuracy:  # NaN: no labelled image in the validation set
                 values[f"knn_k{self.config.neighbours}_t{self.config.neighbour_temperature:g}_acc1"] = 100.0 * accuracy
-        return values
+        return values | {"images": sums["images"]}
 
     @property
     def network(self) -> nn.Module:
