@@ -17,6 +17,8 @@ RESAMPLING = {
     "area": v2.InterpolationMode.BOX,
 }
 
+_RAND = re.compile(r"rand(-(m|n|inc|mmax)\d+|-(p|mstd)\d+(\.\d+)?|-t[a-z]\w*)*")
+
 
 def build_operations(
     name: str, size: tuple[int, int], mean: tuple[float, ...], interpolation: Interpolation, channels: int
@@ -41,6 +43,8 @@ def build_operations(
         options["interpolation"] = str_to_pil_interp(interpolation)
     try:
         if name.startswith("rand"):
+            if not _RAND.fullmatch(name):  # timm itself skips a section that it cannot read
+                raise ValueError(name)
             policy = auto_augment.rand_augment_transform(name, options)
         elif name.startswith("augmix"):
             policy = auto_augment.augment_and_mix_transform(name, options | {"translate_pct": 0.3})
