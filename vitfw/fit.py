@@ -67,6 +67,9 @@ class Fit:
         self.after_step.recorder.close(status=0)
         return not self.after_step.stopped
 
+    def export(self) -> None:
+        pass
+
 
 def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, config_text: str) -> Fit:
     """Finds where the run stands and builds everything from there. Called on all ranks."""

@@ -1,0 +1,142 @@
+"""A run that was stopped and started again is the run that was never stopped: samples, learning rates, losses, weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, torchrun
+
+from vitfw import checkpoint
+from vitfw.report.recorder import read_metrics
+from vitfw.train import main
+
+STEPS = 9
+
+
+def final(folder: Path) -> dict[str, Any]:
+    return checkpoint.load(folder / "checkpoints" / "last.ckpt")
+
+
+def trace(folder: Path) -> list[tuple[int, int, tuple[str, ...]]]:
+    """(epoch, images before the step, sorted keys of the step) over all ranks, in order."""
+    steps: dict[tuple[int, int], list[str]] = {}
+    for file in sorted(folder.glob("trace-train-rank*.jsonl")):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            steps.setdefault((record["epoch"], record["images"]), []).extend(record["keys"])
+    return [(*place, tuple(sorted(keys))) for place, keys in sorted(steps.items())]
+
+
+def values(folder: Path, split: str, name: str) -> dict[int, float]:
+    return {record["step"]: record[name] for record in read_metrics(folder, split)}
+
+
+def assert_same_tensors(one: dict[str, Any], other: dict[str, Any], **tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, dict):
+            assert_same_tensors(value, other[name], **tolerance)
+        else:
+            torch.testing.assert_close(value, other[name], **(tolerance or {"rtol": 0.0, "atol": 0.0}), msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uncut") / "run"
+    assert main([*TINY, f"out={folder}"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("cut", range(1, STEPS))
+def test_stopping_after_any_step_changes_nothing(uncut: Path, tmp_path: Path, cut: int) -> None:
+    """Inside an epoch and at its end, bit for bit on one process: every sample once, same rates, losses, weights, averages."""
+    folder = tmp_path / "run"
+    words = [*TINY, f"out={folder}"]
+    assert main([*words, f"stop_after={cut}"]) == 75
+    assert final(folder)["progress"]["step"] == cut
+    assert main(words) == 0
+    assert trace(folder) == trace(uncut)
+    for split, name in (("train", "loss"), ("train", "learning_rate"), ("train", "gradient_norm"), ("val", "loss"), ("val_ema", "loss")):
+        assert values(folder, split, name) == values(uncut, split, name), name
+    assert len(read_metrics(folder, "val")) == 3  # one an epoch, whatever the cut
+    for part in ("model", "optimizer", "ema"):
+        assert_same_tensors(final(folder)[part], final(uncut)[part])
+
+
+def test_two_processes_cut_and_continued_by_one_and_by_two(uncut: Path, tmp_path: Path) -> None:
+    """Elastic: 2 processes stop in mid-epoch, 1 goes on, 2 finish; each global batch holds the samples of the uncut run."""
+    folder = tmp_path / "run"
+    words = [*TINY, f"out={folder}", "machine.images_per_device=16"]
+    first = torchrun(2, [*words, "stop_after=2"])
+    assert final(folder)["progress"]["step"] == 2, first.stderr
+    assert main([*words, "stop_after=5"]) == 75
+    last = torchrun(2, words)
+    assert last.returncode == 0, last.stderr
+    assert trace(folder) == trace(uncut)
+    # micro-batches of 16 draw other mixup partners than one of 32, so the reference is one process with two of them
+    reference = tmp_path / "reference"
+    assert main([*TINY, f"out={reference}", "machine.images_per_device=16"]) == 0
+    ours, theirs = values(folder, "train", "loss"), values(reference, "train", "loss")
+    assert ours.keys() == theirs.keys() == set(range(1, STEPS + 1))
+    for step, loss in theirs.items():
+        assert ours[step] == pytest.approx(loss, rel=1e-5), step
+    assert values(folder, "train", "learning_rate") == values(reference, "train", "learning_rate")
+    assert values(folder, "val", "acc1") == values(reference, "val", "acc1")
+    assert_same_tensors(final(folder)["model"], final(reference)["model"], rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_stopped_equal_two_processes_uncut(tmp_path: Path) -> None:
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    torchrun(2, [*TINY, f"out={cut}", "stop_after=4"])
+    assert final(cut)["progress"]["step"] == 4
+    assert torchrun(2, [*TINY, f"out={cut}"]).returncode == 0
+    assert torchrun(2, [*TINY, f"out={whole}"]).returncode == 0
+    assert trace(cut) == trace(whole)
+    assert values(cut, "train", "loss") == values(whole, "train", "loss")
+    assert_same_tensors(final(cut)["model"], final(whole)["model"])
+
+
+def test_workers_change_nothing(uncut: Path, tmp_path: Path) -> None:
+    for workers in (1, 2):
+        folder = tmp_path / f"workers{workers}"
+        assert main([*TINY, f"out={folder}", f"machine.workers={workers}"]) == 0
+        assert values(folder, "train", "loss") == values(uncut, "train", "loss")
+        assert trace(folder) == trace(uncut)
+
+
+def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(uncut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    words = [*TINY, f"out={folder}"]
+    assert main([*words, "stop_after=3"]) == 75
+    assert main([*words, "stop_after=5"]) == 75
+    last = folder / "checkpoints" / "last.ckpt"
+    data = bytearray(last.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    last.write_bytes(data)
+    assert main(words) == 0
+    assert "passed over a damaged checkpoint" in capsys.readouterr().out
+    assert values(folder, "train", "loss") == values(uncut, "train", "loss")
+    assert [record["attempt"] for record in read_metrics(folder, "train") if record["step"] == 4] == [1, 2]
+
+
+def test_another_configuration_is_refused_with_the_differences(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, f"out={uncut}", "optim.lr=0.5"]) == 2
+    error = capsys.readouterr().err
+    assert "holds a run with another configuration: optim.lr: 0.002 -> 0.5" in error
+    assert "resume=changed" in error
+
+
+def test_a_finished_run_says_so_and_ends_with_0(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (uncut / "metrics.jsonl").read_bytes()
+    assert main([*TINY, f"out={uncut}"]) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    assert (uncut / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main([*TINY, f"out={tmp_path}"]) == 2
+    assert "not empty and holds no run" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
