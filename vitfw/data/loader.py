@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -62,7 +63,9 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         epoch, images = self.order.position if self.order is not None else (0, 0)
         self.ledger.start_epoch()
-        for number, batch in enumerate(self.loader):
+        with _without_worker_advice():
+            batches = iter(self.loader)
+        for number, batch in enumerate(batches):
             self.ledger.add(batch.pop("bad"))
             if self.trace is not None:
                 self._write_trace(epoch, images, number, batch["index"])
@@ -168,8 +171,7 @@ def _trace_file(data: DataConfig, folder: Path | None, split: str, rank: int) ->
 def _torch_loader(
     dataset: ImageDataset, batches: TrainOrder | list[list[Draw]], workers: int, prefetch: int, pin_memory: bool
 ) -> DataLoader:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*worker processes in total.*")  # resolve_workers has said so, with the cure
+    with _without_worker_advice():
         return DataLoader(
             dataset,
             batch_sampler=batches,
@@ -180,3 +182,11 @@ def _torch_loader(
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each epoch would draw a number from the training step's generator
         )
+
+
+@contextmanager
+def _without_worker_advice() -> Iterator[None]:
+    """`resolve_workers` has said that there are too many workers, once and with the cure; torch repeats it each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*worker processes in total.*")
+        yield
