@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import DTensor
 
 from vitfw.ema import Ema, EmaConfig
-from vitfw.grouping import check_groups, decays
+from vitfw.models.grouping import check_groups, decays
 from vitfw.optim import (
     OptimConfig,
     build_optimizer,

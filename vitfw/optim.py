@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitfw.ema import bare_name
-from vitfw.grouping import NoDecay, check_groups, check_names, decays, layer_table, number_text
+from vitfw.models.grouping import NoDecay, check_groups, check_names, decays, layer_table, number_text
 from vitfw.schedules import Length, ScheduleConfig, cosine_between, learning_rate
 
 __all__ = ["OptimConfig", "build_optimizer", "clip_gradients", "layer_table", "parameter_groups", "set_schedule"]

@@ -22,7 +22,9 @@ class TrainConfig:
     global_batch: int = field(
         default=1024, metadata={"help": "images an optimiser update, over all processes and accumulated micro-batches"}
     )
-    seed: int = field(default=0, metadata={"help": "the root of all randomness of the run, 0 or more"})
+    seed: int | None = field(
+        default=0, metadata={"help": "the root of all randomness; null: drawn and kept by the run"}
+    )
 
     def __post_init__(self) -> None:
         if self.epochs is not None and not (math.isfinite(self.epochs) and self.epochs > 0):
@@ -31,8 +33,8 @@ class TrainConfig:
             raise ValueError(f"train.images={self.images}: must be at least 1, or null")
         if self.global_batch < 1:
             raise ValueError(f"train.global_batch={self.global_batch}: must be at least 1 image")
-        if self.seed < 0:
-            raise ValueError(f"train.seed={self.seed}: must be 0 or more")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"train.seed={self.seed}: must be 0 or more, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
