@@ -1,0 +1,253 @@
+"""Weight files and folders -> one flat state dict, with what the file says about its own network.
+
+Only data is read: pickles go through torch's safe loader, and a file that needs code is refused unless trusted.
+"""
+
+import argparse
+import dataclasses
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitfw.models.architecture import Activation, Architecture
+from vitfw.models.preprocess import Preprocessing
+from vitfw.models.variants import ModelConfig, resolve
+
+State = dict[str, Tensor]
+Which = Literal["auto", "raw", "ema"]
+
+AVERAGED = ("model_ema", "state_dict_ema", "ema_state_dict", "ema_model", "teacher")
+RAW = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "network",
+    "target_encoder",
+    "encoder",
+    "backbone",
+    "module",
+    "student",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a place holds. entry: where in the file the tensors lay; architecture and preprocessing where the file
+    tells.
+    """
+
+    place: str
+    state: State
+    entry: str
+    architecture: Architecture | None = None
+    preprocessing: Preprocessing | None = None
+    own: bool = False  # a checkpoint of vitfw
+
+
+def read(place: str | Path, *, which: Which = "auto", trust: bool = False) -> Source:
+    """Reads `timm:NAME`, `local-dir:FOLDER`, a timm, Hugging Face or run folder, or a .safetensors, .npz or torch file.
+
+    which: raw or averaged (EMA, teacher) weights where a file has both; auto prefers the averaged ones. trust: run
+    code that a pickle holds. Raises ValueError naming the place and what to do.
+    """
+    text = str(place)
+    if text.startswith("timm:"):
+        return _read_timm(text.removeprefix("timm:"))
+    path = Path(text.removeprefix("local-dir:"))
+    if path.is_dir():
+        return _read_folder(path, which=which, trust=trust)
+    if not path.is_file():
+        raise ValueError(f"weights={text}: no such file or folder; or write timm:NAME for published weights")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            return Source(text, {name: torch.from_numpy(arrays[name]) for name in arrays.files}, "npz")
+    return _read_torch(path, which=which, trust=trust)
+
+
+def _read_timm(name: str) -> Source:
+    import timm
+
+    from vitfw.models.timm_bridge import read_architecture
+
+    net: Any = timm.create_model(name, pretrained=True)
+    try:
+        arch = read_architecture(net)
+    except ValueError:
+        arch = None  # a model without counterpart: usable for the same timm model only
+    return Source(f"timm:{name}", net.state_dict(), "timm", arch, Preprocessing.from_timm_config(net.pretrained_cfg))
+
+
+def _read_folder(path: Path, *, which: Which, trust: bool) -> Source:
+    if not (path / "config.json").is_file() and (path / "export" / "config.json").is_file():
+        path = path / "export"
+    if not (path / "config.json").is_file():
+        raise ValueError(f"weights={path}: the folder has no config.json; name the weight file itself")
+    config = json.loads((path / "config.json").read_text())
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).is_file():
+            source = read(path / name, which=which, trust=trust)
+            break
+    else:
+        raise ValueError(f"weights={path}: neither model.safetensors nor pytorch_model.bin beside config.json")
+    arch, preprocessing = _described(config)
+    return dataclasses.replace(source, place=str(path), architecture=arch, preprocessing=preprocessing)
+
+
+def _described(config: Mapping[str, Any]) -> tuple[Architecture | None, Preprocessing | None]:
+    """What a config.json tells: ours (key "vitfw"), timm's ("architecture", "model_args"), or transformers'
+    ("model_type").
+    """
+    if "vitfw" in config:
+        return architecture_from_plain(config["vitfw"]["architecture"]), _preprocessing(config["vitfw"])
+    if "architecture" in config:
+        import timm
+
+        from vitfw.models.timm_bridge import read_architecture
+
+        arguments = dict(config.get("model_args") or {})
+        for key in ("num_classes", "global_pool"):
+            if key in config:
+                arguments.setdefault(key, config[key])
+        with torch.device("meta"):
+            net = timm.create_model(config["architecture"], pretrained=False, **arguments)
+        try:
+            arch = read_architecture(net)
+        except ValueError:
+            arch = None
+        pretrained = config.get("pretrained_cfg", config)
+        known = "input_size" in pretrained and "mean" in pretrained
+        return arch, Preprocessing.from_timm_config(pretrained) if known else None
+    if config.get("model_type") in ("vit", "deit", "dinov2", "dinov2_with_registers"):
+        return _from_transformers(config), None
+    return None, None
+
+
+def _from_transformers(config: Mapping[str, Any]) -> Architecture:
+    hidden = config.get("intermediate_size") or round(config["hidden_size"] * config.get("mlp_ratio", 4))
+    gated = bool(config.get("use_swiglu_ffn"))
+    if gated:
+        hidden = (int(config["hidden_size"] * config.get("mlp_ratio", 4) * 2 / 3) + 7) // 8 * 8
+    activations: dict[str, Activation] = {
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "quick_gelu": "quick_gelu",
+    }
+    dino = config["model_type"].startswith("dinov2")
+    return Architecture(
+        image=(config["image_size"],) * 2,
+        patch=(config["patch_size"],) * 2,
+        width=config["hidden_size"],
+        depth=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        mlp_hidden=hidden,
+        mlp="swiglu" if gated else "mlp",
+        activation=activations[config.get("hidden_act", "gelu")],
+        norm_eps=config.get("layer_norm_eps", 1e-6 if dino else 1e-12),
+        qkv_bias="qkv" if config.get("qkv_bias", True) else "none",
+        layer_scale=config.get("layerscale_value", 1.0) if dino else None,
+        registers=config.get("num_register_tokens", 0),
+        distillation_token=config["model_type"] == "deit",
+    )
+
+
+def architecture_from_plain(values: Mapping[str, Any]) -> Architecture:
+    """The inverse of `dataclasses.asdict` after a trip through JSON."""
+    return Architecture(**_tuples(values))
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON and YAML turn tuples into lists."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
+def _preprocessing(values: Mapping[str, Any]) -> Preprocessing | None:
+    return Preprocessing.from_plain(values["preprocessing"]) if values.get("preprocessing") else None
+
+
+def _read_safetensors(path: Path) -> Source:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        metadata = file.metadata() or {}
+    if "vitfw" not in metadata:
+        return Source(str(path), state, "safetensors")
+    told = json.loads(metadata["vitfw"])
+    arch = architecture_from_plain(told["architecture"]) if told.get("architecture") else None
+    return Source(str(path), state, "safetensors", arch, _preprocessing(told))
+
+
+def _read_torch(path: Path, *, which: Which, trust: bool) -> Source:
+    tree = _load_pickle(path, trust)
+    if isinstance(tree, Mapping) and "progress" in tree and "versions" in tree:
+        return _read_own(path, tree, which)
+    state, entry = _find_state(tree, which, str(path))
+    return Source(str(path), state, entry)
+
+
+def _load_pickle(path: Path, trust: bool) -> Any:
+    if trust:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    try:
+        # An argparse.Namespace is a bag of plain values; MAE and DeiT files hold their options in one.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        need = f" ({found[1]})" if found else ""
+        raise ValueError(
+            f"weights={path}: the file needs code to be read{need}, which could do anything. "
+            "If you trust its origin, set trust=true; better, convert it to .safetensors once"
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"weights={path}: not a readable torch file ({error})") from error
+
+
+def _read_own(path: Path, tree: Mapping[str, Any], which: Which) -> Source:
+    """A checkpoint of vitfw: raw weights, an average over them, and the recipe as YAML."""
+    import yaml
+
+    averaged: State | None = (tree.get("ema") or {}).get("shadow")
+    if which == "ema" and not averaged:
+        raise ValueError(f"weights={path}: the checkpoint has no averaged weights; set which=raw")
+    use_average = bool(averaged) and which != "raw"
+    state: State = {**tree["model"], **(averaged or {})} if use_average else dict(tree["model"])
+    section = (yaml.safe_load(tree["config"]) or {}).get("model") or {}
+    arch = None
+    if section and not str(section.get("variant", "")).startswith("timm:"):
+        arch = resolve(ModelConfig(**_tuples(section)))
+    return Source(str(path), state, "ema" if use_average else "model", arch, _preprocessing(tree), own=True)
+
+
+def _find_state(tree: Any, which: Which, place: str, entry: str = "") -> tuple[State, str]:
+    """The state dict in nested containers, and the names on the way to it."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"weights={place}: holds a {type(tree).__name__}, not a dict of tensors")
+    tensors = {str(name): value for name, value in tree.items() if isinstance(value, Tensor)}
+    inner = {str(name): value for name, value in tree.items() if isinstance(value, Mapping)}
+    averaged = [name for name in AVERAGED if name in inner]
+    raw = [name for name in RAW if name in inner]
+    if which == "ema" and not averaged and not entry and not tensors:
+        raise ValueError(
+            f"weights={place}: no averaged weights among the entries {', '.join(map(str, tree))}; set which=raw"
+        )
+    order = raw + averaged if which == "raw" else averaged + raw
+    if len(tensors) > 3 or (tensors and not order):
+        return tensors, entry or "top level"
+    for name in order:
+        try:
+            return _find_state(inner[name], which, place, f"{entry}.{name}".lstrip("."))
+        except ValueError:
+            continue
+    raise ValueError(f"weights={place}: no dict of tensors among the entries {', '.join(map(str, tree)) or '(none)'}")

@@ -1,0 +1,349 @@
+"""Weights into a model: found, renamed, resized, checked, copied, and reported. Nothing is left out in silence."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vitfw.models.architecture import Architecture
+from vitfw.models.build import TimmModel
+from vitfw.models.dialects import Translated, prefixes, translate, unwrap
+from vitfw.models.fitting import MisfitError, fit_head, fit_patch_embed, fit_positions, fit_qkv_bias
+from vitfw.models.preprocess import Preprocessing
+from vitfw.models.reading import Source, State, Which, read
+from vitfw.models.vit import ViT
+
+HEAD = re.compile(r"(head|head_dist|classifier|fc)\.(weight|bias)")
+BESIDE_BACKBONE = re.compile(r"(head|head_dist|pre_logits|classifier|fc)\..*|mask_token")
+MINIMUM_COVERAGE = 0.95
+# Facts that change what a network computes without changing a tensor's shape.
+BEHAVIOUR = (
+    *("heads", "norm", "norm_eps", "activation", "mlp", "rope", "rope_temperature", "rope_layout", "rope_reference"),
+    *("window", "global_blocks", "pre_norm", "parallel"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """How weights are put into a model; the place itself is given beside it."""
+
+    head: Literal["auto", "keep", "drop"] = field(
+        default="auto", metadata={"help": "auto: kept if it has as many classes, else made new; keep, drop"}
+    )
+    head_rows: tuple[int, ...] | None = field(
+        default=None, metadata={"help": "row of the file's head for each class of this model (a remapped head)"}
+    )
+    which: Which = field(
+        default="auto", metadata={"help": "raw or averaged weights; auto: averaged where a file has both"}
+    )
+    prefix: str | None = field(
+        default=None, metadata={"help": "where in the names the network lies, e.g. teacher.backbone."}
+    )
+    grid: tuple[int, ...] | None = field(
+        default=None, metadata={"help": "rows, columns of the file's positions, where they are not square"}
+    )
+    final_norm: Literal["same", "move", "fresh"] = field(
+        default="same",
+        metadata={
+            "help": "file norms tokens, model norms the pooled vector, or vice versa: move the norm, or start it fresh"
+        },
+    )
+    fresh: tuple[str, ...] = field(
+        default=(), metadata={"help": "names (regular expressions) that may be missing in the file"}
+    )
+    ignore: tuple[str, ...] = field(
+        default=(), metadata={"help": "names (regular expressions) of the file to leave out"}
+    )
+    differ: tuple[str, ...] = field(
+        default=(), metadata={"help": "facts such as norm_eps that may differ from the file's"}
+    )
+    trust: bool = field(default=False, metadata={"help": "run code that a pickled file holds"})
+
+    def __post_init__(self) -> None:
+        if self.grid is not None and (len(self.grid) != 2 or min(self.grid) < 1):
+            raise ValueError(f"load.grid={self.grid}: two numbers, rows and columns of patches")
+        unknown = set(self.differ) - set(BEHAVIOUR)
+        if unknown:
+            raise ValueError(
+                f"load.differ: {', '.join(sorted(unknown))} is not compared; known: {', '.join(BEHAVIOUR)}"
+            )
+        if self.head_rows is not None and self.head == "drop":
+            raise ValueError("load.head_rows remaps the head, load.head=drop throws it away; give one of them")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of each name. coverage: share of the backbone's parameters that came from the file."""
+
+    place: str
+    entry: str
+    prefix: str
+    dialect: str
+    loaded: tuple[str, ...]
+    resized: Mapping[str, str]
+    fresh: tuple[str, ...]
+    dropped: tuple[str, ...]
+    outside: tuple[str, ...]
+    coverage: float
+    preprocessing: Preprocessing | None = None
+
+    def text(self) -> str:
+        """A few lines for the log."""
+        lines = [
+            f"weights from {self.place} (entry {self.entry}, prefix {self.prefix!r}, names of {self.dialect}): "
+            f"{len(self.loaded)} tensors, {100 * self.coverage:.2f} % of the backbone"
+        ]
+        lines += [f"  resized {name}: {what}" for name, what in self.resized.items()]
+        for title, names in (
+            ("made new", self.fresh),
+            ("left out", self.dropped),
+            ("outside the network", self.outside),
+        ):
+            if names:
+                lines.append(f"  {title}: {_some(names, 6)}")
+        return "\n".join(lines)
+
+
+def load(model: nn.Module, place: str | Path, config: LoadConfig | None = None) -> LoadReport:
+    """Copies weights from any place `reading.read` knows into a built `ViT` or `TimmModel`, and says what it did.
+
+    Raises ValueError, and leaves the model as it was, if any part of the backbone stays without weights, the file has
+    parts the model has not, shapes do not fit, or the file's network computes something else (epsilon, activation,
+    heads, ...).
+    """
+    config = config or LoadConfig()
+    source = read(place, which=config.which, trust=config.trust)
+    if isinstance(model, TimmModel):
+        return _load_timm(model, source, config)
+    if not isinstance(model, ViT):
+        raise ValueError(f"weights={place}: a {type(model).__name__} is neither a ViT nor a TimmModel")
+    state, prefix, outside = _locate(unwrap(source.state), source, config)
+    told = translate(state)
+    _compare(model.arch, source, told, config.differ)
+    return _apply(model, source, told, config, prefix, outside)
+
+
+def _locate(state: State, source: Source, config: LoadConfig) -> tuple[State, str, tuple[str, ...]]:
+    """The network's own tensors without their prefix, the prefix, and the names outside it."""
+    if any(name.endswith("embedding/kernel") for name in state):
+        return state, "", ()
+    found = prefixes(state)
+    if config.prefix is not None:
+        if not any(name.startswith(config.prefix) for name in state):
+            raise ValueError(
+                f"weights={source.place}: nothing under load.prefix={config.prefix!r}; there is {_roots(state)}"
+            )
+        found = [config.prefix]
+    elif source.own and "network." in found:
+        found = ["network."]
+    if not found:
+        raise ValueError(
+            f"weights={source.place}: 0 of {len(state)} tensors can be placed: no patch embedding of a ViT among the "
+            f"names; there is {_roots(state)}"
+        )
+    if len(found) > 1:
+        raise ValueError(f"weights={source.place}: several networks, under {found}; choose one with load.prefix")
+    prefix = found[0]
+    inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    return inside, prefix, tuple(name for name in state if not name.startswith(prefix))
+
+
+def _compare(arch: Architecture, source: Source, told: Translated, allowed: Sequence[str]) -> None:
+    """Raises ValueError where the file's network is known to compute something else."""
+    facts: dict[str, Any] = dict(told.implied)
+    if source.architecture is not None:
+        facts = {key: getattr(source.architecture, key) for key in BEHAVIOUR}
+        if facts["mlp"] != "mlp":
+            del facts["activation"]  # a gated MLP has its own
+        if facts["rope"] == "none":
+            facts = {key: value for key, value in facts.items() if not key.startswith("rope_")}
+    wrong = [
+        f"{key} is {value!r} in the file and {getattr(arch, key)!r} here"
+        for key, value in facts.items()
+        if key not in allowed and getattr(arch, key) != value
+    ]
+    if wrong:
+        raise ValueError(
+            f"weights={source.place}: the file's network computes something else: {'; '.join(wrong)}. Set model.KEY to "
+            "the file's value, or name the key in load.differ if it is meant"
+        )
+
+
+def _apply(
+    model: ViT, source: Source, told: Translated, config: LoadConfig, prefix: str, outside: tuple[str, ...]
+) -> LoadReport:
+    own = dict(model.state_dict(keep_vars=True))
+    state, dropped = _without(told.state, config.ignore)
+    resized: dict[str, str] = {}
+    moved = _final_norm(state, own, config)
+    try:
+        dropped += fit_qkv_bias(state, own)
+        dropped += _mask_token(state, own, mae=told.dialect == "mae")
+        fit_patch_embed(state, own, resized)
+        fit_positions(state, model, source.architecture, config.grid, resized)
+        dropped += fit_head(state, own, config.head, config.head_rows, resized)
+    except MisfitError as error:
+        raise ValueError(f"weights={source.place}: {error}") from None
+    missing = [name for name in own if name not in state]
+    fresh = [name for name in missing if HEAD.fullmatch(name) or name in moved or _matches(name, config.fresh)]
+    fresh += [name for name in missing if name == "mask_token"]
+    _refuse_gaps(source, own, state, [name for name in missing if name not in fresh])
+    taken = [name for name in own if name in state]
+    coverage = _coverage(own, taken)
+    if coverage < MINIMUM_COVERAGE and not config.fresh:
+        raise ValueError(
+            f"weights={source.place}: only {100 * coverage:.1f} % of the backbone's parameters are in the file"
+        )
+    with torch.no_grad():
+        for name in taken:
+            own[name].copy_(state[name])
+    if model.arch.zero_head:  # acts after loading too
+        for name in [name for name in taken if HEAD.fullmatch(name)]:
+            taken.remove(name)
+            fresh.append(f"{name} (model.zero_head)")
+        for head in [head for head in (model.head, model.head_dist) if head is not None]:
+            head.reset_parameters()
+    return LoadReport(
+        source.place,
+        source.entry,
+        prefix,
+        told.dialect,
+        tuple(taken),
+        resized,
+        tuple(fresh),
+        (*told.dropped, *dropped),
+        outside,
+        coverage,
+        source.preprocessing,
+    )
+
+
+def _without(state: State, ignore: Sequence[str]) -> tuple[State, list[str]]:
+    dropped = [name for name in state if _matches(name, ignore)]
+    return {name: value for name, value in state.items() if name not in dropped}, dropped
+
+
+def _final_norm(state: State, own: Mapping[str, Tensor], config: LoadConfig) -> list[str]:
+    """The final norm may stand on the tokens (`norm`) or on the pooled vector (`fc_norm`); returns names that start
+    fresh.
+    """
+    for theirs, ours in (("norm", "fc_norm"), ("fc_norm", "norm")):
+        if f"{theirs}.weight" in state and f"{theirs}.weight" not in own and f"{ours}.weight" in own:
+            if config.final_norm == "same":
+                where = {"norm": "tokens", "fc_norm": "pooled"}
+                raise ValueError(
+                    f"the file's final norm is {theirs!r}, the model's {ours!r}: set model.final_norm={where[theirs]}, "
+                    "or load.final_norm=move (keep its numbers in the new place) or fresh (start it anew, as MAE does)"
+                )
+            for name in [name for name in state if name.startswith(f"{theirs}.")]:
+                value = state.pop(name)
+                if config.final_norm == "move":
+                    state[name.replace(theirs, ours, 1)] = value
+            return [] if config.final_norm == "move" else [f"{ours}.weight", f"{ours}.bias"]
+    return []
+
+
+def _mask_token(state: State, own: Mapping[str, Tensor], *, mae: bool) -> list[str]:
+    """MAE's mask token belongs to its decoder; others' is of no use to a model without one."""
+    if "mask_token" not in state:
+        return []
+    if mae or "mask_token" not in own:
+        del state["mask_token"]
+        return ["mask_token"]
+    state["mask_token"] = state["mask_token"].reshape(1, 1, -1)
+    return []
+
+
+def _refuse_gaps(source: Source, own: Mapping[str, Tensor], state: State, missing: Sequence[str]) -> None:
+    """Raises ValueError listing what is missing, unexpected, or of another shape, with the counts."""
+    unexpected = [name for name in state if name not in own]
+    shapes = [
+        f"{name} is {list(state[name].shape)} in the file and {list(own[name].shape)} here"
+        for name in own
+        if name in state and state[name].shape != own[name].shape
+    ]
+    if not (missing or unexpected or shapes):
+        return
+    depths = [_depth(names) for names in (state, own)]
+    depth = f"; the file has {depths[0]} blocks, the model {depths[1]}" if depths[0] != depths[1] else ""
+    matched = sum(name in state for name in own)
+    parts = [f"{matched} of the model's {len(own)} tensors are in the file{depth}"]
+    for title, names in (("missing", missing), ("unexpected", unexpected), ("other shape", shapes)):
+        if names:
+            parts.append(f"{len(names)} {title}: {_some(names, 4)}")
+    raise ValueError(
+        f"weights={source.place}: {'; '.join(parts)}. Change the model to the file's, or allow names in load.fresh "
+        "(may be missing) and load.ignore (leave out)"
+    )
+
+
+def _load_timm(model: TimmModel, source: Source, config: LoadConfig) -> LoadReport:
+    """A timm model takes files with its own names only; the head follows the same rules."""
+    own = dict(model.net.state_dict(keep_vars=True))
+    state = unwrap(source.state)
+    anchor = next(iter(own))
+    found = sorted({name.removesuffix(anchor) for name in state if name == anchor or name.endswith("." + anchor)})
+    found = [config.prefix] if config.prefix is not None else found
+    if source.own and "network.net." in found:
+        found = ["network.net."]
+    if len(found) != 1:
+        raise ValueError(
+            f"weights={source.place}: {'several' if found else 'no'} networks with the names of timm:{model.name}"
+            f"{f', under {found}; choose one with load.prefix' if found else f'; there is {_roots(state)}'}"
+        )
+    prefix = found[0]
+    outside = tuple(name for name in state if not name.startswith(prefix))
+    state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    state, dropped = _without(state, config.ignore)
+    resized: dict[str, str] = {}
+    classifier: str = model.net.default_cfg.get("classifier", "head")  # type: ignore[union-attr,operator]
+    try:
+        dropped += fit_head(state, own, config.head, config.head_rows, resized, name=classifier)
+    except MisfitError as error:
+        raise ValueError(f"weights={source.place}: {error}") from None
+    missing = [name for name in own if name not in state]
+    fresh = [name for name in missing if name.startswith(f"{classifier}.") or _matches(name, config.fresh)]
+    _refuse_gaps(source, own, state, [name for name in missing if name not in fresh])
+    taken = [name for name in own if name in state]
+    with torch.no_grad():
+        for name in taken:
+            own[name].copy_(state[name])
+    coverage = _coverage(own, taken)
+    return LoadReport(
+        source.place,
+        source.entry,
+        prefix,
+        "timm",
+        tuple(taken),
+        resized,
+        tuple(fresh),
+        tuple(dropped),
+        outside,
+        coverage,
+        source.preprocessing,
+    )
+
+
+def _coverage(own: Mapping[str, Tensor], taken: Sequence[str]) -> float:
+    backbone = {name: value.numel() for name, value in own.items() if not BESIDE_BACKBONE.fullmatch(name)}
+    return sum(backbone[name] for name in taken if name in backbone) / max(sum(backbone.values()), 1)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.fullmatch(pattern, name) or name.startswith(f"{pattern}.") for pattern in patterns)
+
+
+def _depth(names: Mapping[str, Any]) -> int:
+    return 1 + max((int(m[1]) for name in names if (m := re.match(r"blocks\.(\d+)\.", name))), default=-1)
+
+
+def _roots(state: Mapping[str, Any]) -> str:
+    return _some(sorted({name.split(".")[0] for name in state}), 8)
+
+
+def _some(names: Sequence[str], count: int) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
