@@ -13,7 +13,7 @@ from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import v2
 
 from vitfw.data.augment import AugmentConfig
-from vitfw.data.mix import BatchAugment, cutmix_box, draw_boxes, draw_weights, erase, partner, soft_targets
+from vitfw.data.mix import BatchAugment, cutmix_box, draw_boxes, draw_weights, erase, mix_images, partner, soft_targets
 
 CPU = torch.device("cpu")
 
@@ -95,8 +95,25 @@ def test_mixing_equals_timms_for_the_same_draw(lam: float, cutmix: bool, monkeyp
     config = AugmentConfig(cutmix=1.0) if cutmix else AugmentConfig(mixup=0.8)
     own, share = draw_weights(config, 24, 20, CPU)
     torch.testing.assert_close(torch.lerp(partner(image, "reverse"), image, own), expected_image)
+    torch.testing.assert_close(mix_images(image.clone(), own, "reverse"), expected_image)
     target = soft_targets(label, 5, 0.1)
     torch.testing.assert_close(torch.lerp(partner(target, "reverse"), target, share), expected_target)
+
+
+@settings(deadline=None)
+@given(
+    count=st.integers(1, 7),
+    pairing=st.sampled_from(["reverse", "roll"]),
+    seed=st.integers(0, 50),
+    config=st.sampled_from([AugmentConfig(mixup=0.8), AugmentConfig(cutmix=1.0), AugmentConfig(mixup=0.2, cutmix=1.0)]),
+)
+def test_mixing_in_place_equals_the_plain_form(count: int, pairing, seed: int, config: AugmentConfig) -> None:
+    """The CPU works pair by pair in place, a device on whole batches: the same images."""
+    torch.manual_seed(seed)
+    images = torch.randn(count, 2, 9, 7)
+    own, _ = draw_weights(config, 9, 7, CPU)
+    expected = torch.lerp(partner(images, pairing), images, own)
+    torch.testing.assert_close(mix_images(images, own, pairing), expected)
 
 
 @given(lam=st.floats(0, 1), row=st.integers(0, 31), column=st.integers(0, 23))

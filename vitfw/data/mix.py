@@ -55,7 +55,7 @@ class BatchAugment(nn.Module):
             if label is None:
                 raise ValueError("batch has no label, but augment.mixup or augment.cutmix is on; set both to 0")
             own, share = draw_weights(self.config, image.shape[2], image.shape[3], image.device)
-            image = torch.lerp(partner(image, self.config.pairing), image, own)
+            image = mix_images(image, own, self.config.pairing)
             label = torch.lerp(partner(label, self.config.pairing), label, share)
         return batch | {"image": image} | ({} if label is None else {"label": label})
 
@@ -75,6 +75,35 @@ def soft_targets(label: Tensor, num_classes: int, smoothing: float) -> Tensor:
 def partner(value: Tensor, pairing: str) -> Tensor:
     """[B, ...] -> the partner of each row. The middle row of an odd batch is its own partner."""
     return value.flip(0) if pairing == "reverse" else value.roll(1, 0)
+
+
+def mix_images(images: Tensor, own: Tensor, pairing: str) -> Tensor:
+    """Float images [B, C, H, W], share of the image itself [H, W] or scalar -> mixed with their partners.
+
+    On the CPU it works in place, pair by pair, since a second copy of the batch costs more there than the arithmetic.
+    """
+    if images.device.type != "cpu":
+        return torch.lerp(partner(images, pairing), images, own)
+    share = own.min().item()
+    if share == own.max().item():
+        region = images
+    else:  # CutMix: ones, but for zeros in a box
+        rows, columns = ((own == 0).any(dim).nonzero() for dim in (1, 0))
+        region = images[:, :, int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
+    if share == 1:
+        return images
+    if pairing == "reverse":
+        for number in range(len(region) // 2):
+            first, second = region[number], region[-1 - number]
+            before = first.clone()
+            first.lerp_(second, 1 - share)
+            second.lerp_(before, 1 - share)
+        return images
+    last = region[-1].clone()
+    for number in range(len(region) - 1, 0, -1):
+        region[number].lerp_(region[number - 1], 1 - share)
+    region[0].lerp_(last, 1 - share)
+    return images
 
 
 def _beta(alpha: float, device: torch.device) -> Tensor:
@@ -147,7 +176,7 @@ def erase(images: Tensor, probability: float, mode: str) -> Tensor:
     ):  # noise only where it is used: drawing it for all pixels costs as much as normalising
         for image, (top, bottom, left, right) in zip(images, boxes.tolist(), strict=True):
             region = image[:, top:bottom, left:right]
-            region.normal_() if mode == "pixel" else region.zero_()
+            region.copy_(torch.randn(region.shape)) if mode == "pixel" else region.zero_()
         return images
     top, bottom, left, right = (edge[:, None, None, None] for edge in boxes.unbind(1))
     rows = torch.arange(height, device=images.device)[:, None]
