@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from vitfw.config import RECIPE_SECTIONS, Config, ConfigError, keys, load, names_of
+from vitfw.train import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,15 +55,23 @@ def test_a_missing_recipe_lists_the_recipes() -> None:
         load(["optim.lr=1"])
 
 
-@pytest.mark.parametrize("words", [["optim.lrr=1"], ["optm.lr=1"], ["optim=5"], ["lr"], ["recipe=none_such"], ["machine=none_such"]])
-def test_the_command_refuses_with_status_2_and_makes_no_folder(tmp_path: Path, words: list[str]) -> None:
+BAD_WORDS = [["optim.lrr=1"], ["optm.lr=1"], ["optim=5"], ["lr"], ["recipe=none_such"], ["machine=none_such"]]
+
+
+@pytest.mark.parametrize("words", BAD_WORDS)
+def test_a_refusal_is_one_line_and_makes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     given = words if words[0].startswith("recipe=") else ["recipe=digits", *words]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *given, f"out={tmp_path / 'run'}"], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )  # fmt: skip
-    assert done.returncode == 2
-    lines = done.stderr.strip().splitlines()
+    assert main([*given, f"out={tmp_path / 'run'}"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and words[0].partition("=")[0] in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_itself_ends_with_status_2(tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", "recipe=digits", "optim.lrr=1", f"out={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "vitfw: optim.lrr=1: no such key; did you mean optim.lr?\n"
     assert not (tmp_path / "run").exists()
 
 

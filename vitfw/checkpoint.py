@@ -7,6 +7,7 @@ A file is torch's zip format with plain containers only, so that torch's safe lo
     model       {parameter or buffer name: tensor}, whole tensors, names of the bare task
     optimizer   {parameter name: {state name: tensor}}
     ema         {parameter name: fp32 tensor} and `updates`, their counter; None when averaging is off
+    preprocessing  what images went through before the network (plain numbers), for export and evaluation
     config      the recipe part as YAML text
     versions    {package: version}
 """

@@ -23,6 +23,7 @@ from vitfw.data.section import DataConfig
 from vitfw.ema import EmaConfig
 from vitfw.evaluate.metrics import EvalConfig
 from vitfw.launch import MachineConfig
+from vitfw.models.load_report import LoadConfig
 from vitfw.models.variants import ModelConfig
 from vitfw.optim import OptimConfig
 from vitfw.report.recorder import LogConfig
@@ -30,7 +31,7 @@ from vitfw.schedules import TrainConfig
 from vitfw.tasks import TASKS
 from vitfw.tasks.task import TaskConfig
 
-RECIPE_SECTIONS = ("model", "task", "data", "augment", "optim", "ema", "train", "eval")  # all that may change the result
+RECIPE_SECTIONS = ("model", "load", "task", "data", "augment", "optim", "ema", "train", "eval")  # all that may change the result
 MACHINE_SECTIONS = ("machine", "log")
 MACHINE_DATA_KEYS = ("data.train", "data.val", "data.cache")  # where the data lies is a fact about the machine
 _PACKAGE = Path(__file__).parent
@@ -45,6 +46,7 @@ class Config:
     """One run, complete. Sections are frozen; what follows from them is computed where it is used, never written back."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

@@ -12,6 +12,7 @@ from vitfw.data.augment import eval_transform, train_transform
 from vitfw.data.loader import Loader, build_eval_loader, build_train_loader
 from vitfw.data.section import build_train_order
 from vitfw.launch import Launch, uses_gpu
+from vitfw.models.export import export_checkpoint
 from vitfw.models.variants import input_size
 from vitfw.module import Module
 from vitfw.prepare import Prepared
@@ -19,7 +20,7 @@ from vitfw.report.dashboard import Dashboard, start_wandb
 from vitfw.report.progress import ProgressDisplay
 from vitfw.report.recorder import Recorder
 from vitfw.run import Run
-from vitfw.tasks.task import Batch
+from vitfw.tasks.task import Batch, Monitor
 from vitfw.trainer import AfterStep, build_trainer
 
 
@@ -67,8 +68,23 @@ class Fit:
         self.after_step.recorder.close(status=0)
         return not self.after_step.stopped
 
-    def export(self) -> None:
-        pass
+    def export(self) -> Path:
+        """The network with its best weights (by the task's monitor; the last ones without evaluation) as a timm folder."""
+        run, progress = self.after_step.run, self.progress
+        split = best_split(self.module.task.monitor, progress)
+        file = checkpoint.LAST if split is None else checkpoint.best_name(split)
+        which = "ema" if split == "val_ema" else "raw"
+        return export_checkpoint(run.checkpoints / file, run.export, which=which).folder
+
+
+def best_split(monitor: Monitor, progress: checkpoint.Progress) -> str | None:
+    """`val` or `val_ema`, whichever weights scored better in the run; None where nothing was evaluated."""
+    best: str | None = None
+    for split in ("val", "val_ema"):
+        value = progress.best.get(f"{split}/{monitor.name}")
+        if value is not None and monitor.better(value, progress.best.get(f"{best}/{monitor.name}") if best else None):
+            best = split
+    return best
 
 
 def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, config_text: str) -> Fit:
@@ -130,6 +146,7 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
         recorder=_recorder(config, launch, run),
         display=ProgressDisplay(config.log, length, start_step=progress.step, show=launch.is_main),
         config_text=config_text,
+        preprocessing=prepared.preprocessing.plain(),
         stop_after=config.stop_after,
     )
     rest = RestOfRun(loader, (length.total_steps - progress.step) * prepared.accumulation)

@@ -1,15 +1,21 @@
 """What a configuration means on this data and with these processes; everything that can be refused is refused here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from vitfw import run
 from vitfw.config import Config
 from vitfw.data.index import Samples
+from vitfw.data.augment import AugmentConfig, resolve_policy, statistics
 from vitfw.data.mix import BatchAugment
-from vitfw.data.section import open_split
+from vitfw.data.section import open_data
 from vitfw.launch import Launch, broadcast, split_batch
+from vitfw.models.load_report import LoadReport
+from vitfw.models.preprocess import Preprocessing
+from vitfw.models.preprocess import check as check_preprocessing
+from vitfw.models.variants import ModelConfig, input_size
+from vitfw.models.weights import load as load_weights
 from vitfw.optim import ResolvedRate, resolve_learning_rate
 from vitfw.schedules import Length, learning_rate, resolve_length
 from vitfw.seeding import derive, seed_all
@@ -30,12 +36,13 @@ class Prepared:
     seed: int
     task: Task
     augment: BatchAugment
+    preprocessing: Preprocessing  # of evaluation; travels with the weights
+    load_report: LoadReport | None  # of `weights=`
 
 
 def prepare(config: Config, launch: Launch) -> Prepared:
     """Opens the data, resolves lengths, rates and batches, and builds the task. Raises ValueError naming key, value and fix."""
-    train_set = open_split(config.data, "train")
-    val_set = open_split(config.data, "val") if config.data.val is not None else None
+    train_set, val_set = open_data(config.data)
     length = resolve_length(config.train, len(train_set))
     rate = resolve_learning_rate(config.optim, length.global_batch)
     learning_rate(config.optim, rate.value, 0, length)  # refuses a warm-up longer than the run, an end above the peak
@@ -44,10 +51,12 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     seed = _seed(config, launch)
     seed_all(derive(seed, "init"))  # the same weights on every rank
     task = build_task(config.task, config.model, num_classes=train_set.num_classes)
+    preprocessing = evaluation_preprocessing(config.augment, config.model, train_set.classes)
+    report = _load_weights(config, task, preprocessing)
     augment = BatchAugment(
         config.augment, channels=config.model.in_channels, num_classes=task.num_classes, smoothing=task.smoothing
     )
-    return Prepared(train_set, val_set, length, rate, images_per_device, accumulation, seed, task, augment)
+    return Prepared(train_set, val_set, length, rate, images_per_device, accumulation, seed, task, augment, preprocessing, report)
 
 
 def _seed(config: Config, launch: Launch) -> int:
@@ -56,3 +65,32 @@ def _seed(config: Config, launch: Launch) -> int:
         return config.train.seed
     stored = run.stored_seed(config.folder) if launch.is_main else None
     return broadcast(stored if stored is not None else torch.seed() % 2**31)
+
+
+def evaluation_preprocessing(
+    augment: AugmentConfig, model: ModelConfig, classes: tuple[str, ...] | None
+) -> Preprocessing:
+    """What evaluation does to an image before the network sees it."""
+    policy = resolve_policy(augment)
+    mean, std = statistics(augment, model.in_channels)
+    return Preprocessing(
+        size=input_size(model),
+        mean=mean,
+        std=std,
+        interpolation=policy.eval_interpolation,
+        crop=policy.eval_crop if augment.eval_resize == "cover" else 1.0,
+        resize=augment.eval_resize,
+        class_names=classes or (),
+    )
+
+
+def _load_weights(config: Config, task: Task, preprocessing: Preprocessing) -> LoadReport | None:
+    """Starts the task's network from `weights=`, and checks that images are prepared alike."""
+    if config.weights is None:
+        return None
+    report = load_weights(task.network, config.weights, config.load)
+    if report.preprocessing is not None:
+        # another head is trained here, so other class names are no mistake; another mean or deviation is
+        for word in check_preprocessing(replace(report.preprocessing, class_names=()), preprocessing):
+            print(f"note: {word}")
+    return report

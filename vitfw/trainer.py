@@ -89,13 +89,14 @@ class AfterStep(pl.Callback):
         recorder: Recorder,
         display: ProgressDisplay,
         config_text: str,
+        preprocessing: Mapping[str, Any],
         stop_after: int | None,
     ) -> None:
         self.run, self.machine, self.length = run, machine, length
         self.log_every = log.every  # `self.log` would be overwritten: Lightning puts its own logging there
         self.progress, self.resume_from = progress, resume_from
         self.eval_loader, self.recorder, self.display = eval_loader, recorder, display
-        self.config_text, self.stop_after = config_text, stop_after
+        self.config_text, self.preprocessing, self.stop_after = config_text, preprocessing, stop_after
         self.eval_every = round(evaluation.every_epochs * length.steps_per_epoch) if evaluation.every_epochs else 0
         self.save_every = machine.save_every_steps or length.steps_per_epoch
         self.stopped = False  # asked to stop before the end
@@ -184,6 +185,7 @@ class AfterStep(pl.Callback):
             return
         self.progress = replace(self.progress, step=module.step, images=module.images_seen, attempt=self.run.attempt)
         state = checkpoint.collect(module.task, _optimizer(trainer), module.ema)
+        state["preprocessing"] = dict(self.preprocessing)
         error = None
         if trainer.is_global_zero:
             bests = [split for split in self.results if self._is_best(split, module.step)]

@@ -216,18 +216,26 @@ def _load_pickle(path: Path, trust: bool) -> Any:
 
 def _read_own(path: Path, tree: Mapping[str, Any], which: Which) -> Source:
     """A checkpoint of vitfw: raw weights, an average over them, and the recipe as YAML."""
-    import yaml
-
-    averaged: State | None = (tree.get("ema") or {}).get("shadow")
+    averaged: State = {name: value for name, value in (tree.get("ema") or {}).items() if name != "updates"}
     if which == "ema" and not averaged:
         raise ValueError(f"weights={path}: the checkpoint has no averaged weights; set which=raw")
     use_average = bool(averaged) and which != "raw"
-    state: State = {**tree["model"], **(averaged or {})} if use_average else dict(tree["model"])
-    section = (yaml.safe_load(tree["config"]) or {}).get("model") or {}
-    arch = None
-    if section and not str(section.get("variant", "")).startswith("timm:"):
-        arch = resolve(ModelConfig(**_tuples(section)))
+    state: State = {**tree["model"], **averaged} if use_average else dict(tree["model"])
+    section = _section(tree)
+    arch = None if section is None or section.variant.startswith("timm:") else resolve(section)
     return Source(str(path), state, "ema" if use_average else "model", arch, _preprocessing(tree), own=True)
+
+
+def model_section(path: str | Path) -> ModelConfig | None:
+    """The `model` section of a checkpoint of vitfw."""
+    return _section(_load_pickle(Path(path), trust=False))
+
+
+def _section(tree: Mapping[str, Any]) -> ModelConfig | None:
+    import yaml
+
+    section = (yaml.safe_load(tree["config"]) or {}).get("model")
+    return None if section is None else ModelConfig(**_tuples(section))
 
 
 def _find_state(tree: Any, which: Which, place: str, entry: str = "") -> tuple[State, str]:
