@@ -25,7 +25,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_NUMPY_MAGIC = b"\x93NUMPY"
+NUMPY_MAGIC = b"\x93NUMPY"
 
 
 class UndecodableError(ValueError):
@@ -41,7 +41,7 @@ def decode(
     A JPEG that needs no conversion comes back unread, so that a crop may read it at a smaller scale (`cut`);
     a truncated one then raises OSError at its first use. Raises UndecodableError for what is no whole image.
     """
-    if data[:6] == _NUMPY_MAGIC:
+    if data[:6] == NUMPY_MAGIC:
         return _decode_array(data, channels)
     if channels not in _MODES:
         raise UndecodableError(

@@ -224,7 +224,7 @@ def parse_classes(text: str, where: str) -> tuple[str, ...]:
     return names
 
 
-def _classes_beside(name: str) -> tuple[str, ...] | None:
+def classes_beside(name: str) -> tuple[str, ...] | None:
     """From the classes.txt in the folder of a shard."""
     beside = f"{name.rpartition('/')[0]}/classes.txt" if "/" in name else "classes.txt"
     if is_remote(name):
@@ -238,7 +238,7 @@ def _classes_beside(name: str) -> tuple[str, ...] | None:
 def _open_source(
     names: list[str], classes: tuple[str, ...] | None, on_problem: str, remote: RemoteCache, threads: int
 ) -> Samples:
-    classes = classes if classes is not None else _classes_beside(names[0])
+    classes = classes if classes is not None else classes_beside(names[0])
     with ThreadPoolExecutor(threads) as pool:
         results = list(pool.map(lambda name: stored_index(name, classes, remote), names))
     found = {result.classes for result in results if result.classes is not None}

@@ -186,7 +186,7 @@ def _torch_loader(
 
 @contextmanager
 def _without_worker_advice() -> Iterator[None]:
-    """`resolve_workers` has said that there are too many workers, once and with the cure; torch repeats it each time."""
+    """`resolve_workers` has said that there are too many workers, with the cure; torch repeats it each time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*worker processes in total.*")
         yield

@@ -21,9 +21,10 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from vitfw.data.decode import UndecodableError, decode
+from vitfw.data.decode import decode
 from vitfw.data.shuffle import shuffled_rows
-from vitfw.data.sources import Source, open_source
+from vitfw.data.source import Source, extension_of
+from vitfw.data.sources import open_source
 from vitfw.data.stored import keep_index
 from vitfw.data.table import Label
 from vitfw.seeding import derive
@@ -204,14 +205,14 @@ def _label_member(label: Label) -> dict[str, bytes]:
 
 
 def _encoded(source: Source, row: int, key: str, options: PackOptions) -> tuple[bytes, str]:
-    data, extension = source.load(row)
-    if options.encode == "keep":
-        return data, extension
+    data = source.load(row)
     try:
+        if options.encode == "keep":
+            return data, extension_of(data)
         image = decode(data)
         assert isinstance(image, Image.Image)
         image.load()
-    except (UndecodableError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ValueError(f"{key}: {error}; mend or remove the image") from error
     if options.short_side is not None and min(image.size) > options.short_side:
         scale = options.short_side / min(image.size)

@@ -1,11 +1,13 @@
 """The `data` section of the configuration, and what it opens: samples and their order."""
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from vitfw.data.index import Samples, open_samples
+from vitfw.data.mixing import shard_mixing
 from vitfw.data.order import TrainOrder
 from vitfw.data.shuffle import shuffled_rows
 from vitfw.seeding import derive
@@ -142,6 +144,13 @@ def build_train_order(
 ) -> TrainOrder:
     """The order of `order.TrainOrder` for these samples, with data.window, data.balance and data.weights applied."""
     groups, shares = _groups(samples, data)
+    if groups is None and 0 < data.window < len(samples.names) and shard_mixing(samples) < 0.5:
+        warnings.warn(
+            f"the shards of data.train hold few classes each (mixing {shard_mixing(samples):.2f} of 1), so batches "
+            f"from data.window={data.window} of {len(samples.names)} shards lack most classes; "
+            "set data.window=0 or pack again",
+            stacklevel=2,
+        )
     return TrainOrder(
         num_samples=len(samples),
         shard_sizes=samples.shard_sizes,
