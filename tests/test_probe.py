@@ -314,7 +314,7 @@ def test_probe__winner_is_batch_norm_without_affine_and_linear() -> None:
 
 def test_probe__a_diverging_rate_stays_in_the_table_and_loses() -> None:
     train = random_features()
-    config = ProbeConfig(rates=(1e-2, 1e38), least_steps=20, batch=64, epochs=1)
+    config = ProbeConfig(rates=(1e-2, 1e6), weight_decay=0.1, least_steps=40, batch=64, epochs=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = probe(train, split_training(train.labels, least=60), config, num_classes=3)
