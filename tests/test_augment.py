@@ -56,7 +56,7 @@ def test_every_policy_on_colour_and_grey(name: PolicyName) -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(width=st.integers(1, 70), height=st.integers(1, 70), crop=st.sampled_from(["resized", "resized_once", "simple", "padded", "center", "squash"]), seed=st.integers(0, 1000))  # fmt: skip  # noqa: E501
+@given(width=st.integers(1, 70), height=st.integers(1, 70), crop=st.sampled_from(["resized", "resized_once", "random", "simple", "padded", "center", "squash"]), seed=st.integers(0, 1000))  # fmt: skip  # noqa: E501
 def test_every_crop_on_every_size(width: int, height: int, crop, seed: int) -> None:
     """Also on six channels, as a tensor."""
     size = (16, 12)
@@ -92,8 +92,12 @@ def test_mae_equals_torchvision_bit_for_bit() -> None:
             [v2.Resize(32, BICUBIC), v2.RandomCrop(32, padding=4, padding_mode="reflect")],
         ),
         (AugmentConfig(policy="flip_crop"), [v2.Resize(32, BICUBIC), v2.RandomCrop(32, padding=4)]),
+        (
+            AugmentConfig(policy="flip_crop", crop="random", train_crop=6 / 7),
+            [v2.Resize(37, BICUBIC), v2.RandomCrop(32)],
+        ),
     ],
-    ids=["simple random crop of DeiT III", "padded crop of CIFAR"],
+    ids=["simple random crop of DeiT III", "padded crop of CIFAR", "448 to 384 of big_vision's transfer"],
 )
 def test_other_crops_equal_torchvision(config: AugmentConfig, reference: list) -> None:
     transform = train_transform(config, size=(32, 32))
@@ -248,6 +252,10 @@ def test_overrides_and_statistics() -> None:
         ({"mixup": -1.0}, "augment.mixup=-1.0: must be 0 or more"),
         ({"scale": (0.5, 0.2), "policy": "deit"}, "augment.scale=.*must rise within"),
         ({"scale": (0.5, 1.0), "policy": "cifar10"}, "crop=padded does not read it; use crop=resized"),
+        (
+            {"train_crop": 0.9, "policy": "deit"},
+            "augment.train_crop=0.9: crop=resized does not read it; use crop=random",
+        ),
         ({"padding": 2, "policy": "deit"}, "augment.padding=2: crop=resized does not read it"),
         ({"mean": (0.5,)}, "augment.mean and augment.std belong together"),
         (

@@ -51,6 +51,9 @@ class AugmentConfig:
     ratio: tuple[float, float] | None = field(
         default=None, metadata={"help": "width / height of the crop, from and to"}
     )
+    train_crop: float | None = field(
+        default=None, metadata={"help": "crop=random: crop / resized short side, 384 of 448 is 0.857142857"}
+    )
     padding: int | None = field(default=None, metadata={"help": "pixels around a padded crop; default short side / 8"})
     interpolation: Interpolation | None = field(default=None, metadata={"help": "resampling in training"})
     flip: float | None = field(default=None, metadata={"help": "probability of a horizontal flip"})
@@ -95,8 +98,10 @@ class AugmentConfig:
             raise ValueError(f"augment.scale={self.scale}: must rise within (0, 1]")
         if self.ratio is not None and not 0 < self.ratio[0] <= self.ratio[1]:
             raise ValueError(f"augment.ratio={self.ratio}: must rise and be above 0")
-        if self.eval_crop is not None and not 0 < self.eval_crop <= 1:
-            raise ValueError(f"augment.eval_crop={self.eval_crop}: must lie in (0, 1]")
+        for key in ("eval_crop", "train_crop"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"augment.{key}={value}: must lie in (0, 1]")
         if self.repeats < 1:
             raise ValueError(f"augment.repeats={self.repeats}: must be at least 1")
         if (self.mean is None) != (self.std is None):
@@ -110,11 +115,13 @@ class AugmentConfig:
         if self.fold and not self.mixup:
             raise ValueError("augment.fold=true: there is no mixup to fold; set augment.mixup")
         crop = resolve_policy(self).crop
-        for key, crops in (("scale", ("resized", "resized_once")), ("ratio", ("resized", "resized_once"))):
+        readers = {"scale": ("resized", "resized_once"), "ratio": ("resized", "resized_once")}
+        readers |= {"padding": ("padded", "simple"), "train_crop": ("random",)}
+        for key, crops in readers.items():
             if getattr(self, key) is not None and crop not in crops:
-                raise ValueError(f"augment.{key}={getattr(self, key)}: crop={crop} does not read it; use crop=resized")
-        if self.padding is not None and crop not in ("padded", "simple"):
-            raise ValueError(f"augment.padding={self.padding}: crop={crop} does not read it; use crop=padded")
+                raise ValueError(
+                    f"augment.{key}={getattr(self, key)}: crop={crop} does not read it; use crop={crops[0]}"
+                )
         if self.eval_resize == "squash" and self.eval_crop is not None:
             raise ValueError(f"augment.eval_crop={self.eval_crop}: eval_resize=squash crops nothing; drop one of them")
 
@@ -220,11 +227,12 @@ class TrainTransform:
         crop, (height, width), interpolation = self.policy.crop, self.size, self.policy.interpolation
         if crop in ("resized", "resized_once", "squash"):
             return _resize(image, self.size, interpolation)
-        image = _resize_to_cover(image, self.size, interpolation)
+        larger = self.policy.train_crop if crop == "random" else 1.0
+        image = _resize_to_cover(image, (round(height / larger), round(width / larger)), interpolation)
         if crop == "center":
             return F.center_crop(image, [height, width])
-        mode = "reflect" if crop == "simple" else "constant"
-        image = F.pad(image, [self.padding] * 4, padding_mode=mode) if self.padding else image
+        if crop in ("padded", "simple") and self.padding:
+            image = F.pad(image, [self.padding] * 4, padding_mode="reflect" if crop == "simple" else "constant")
         rows, columns = F.get_size(image)
         top = int(torch.randint(0, rows - height + 1, ()).item())
         left = int(torch.randint(0, columns - width + 1, ()).item())

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Crop = Literal["resized", "resized_once", "simple", "padded", "center", "squash"]
+Crop = Literal["resized", "resized_once", "random", "simple", "padded", "center", "squash"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "area"]
 
 STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -23,6 +23,7 @@ class Policy:
     crop: Crop
     scale: tuple[float, float]  # share of the area (crop resized, resized_once)
     ratio: tuple[float, float]  # width / height of the crop
+    train_crop: float  # side of the crop / short side after resizing (crop random)
     interpolation: Interpolation
     flip: float  # probability of a horizontal flip
     operations: str  # see augment.build_operations; "" for none
@@ -36,6 +37,7 @@ _DEIT = Policy(
     crop="resized",
     scale=(0.08, 1.0),
     ratio=(3 / 4, 4 / 3),
+    train_crop=0.875,
     interpolation="bicubic",
     flip=0.5,
     operations="rand-m9-mstd0.5-inc1",
