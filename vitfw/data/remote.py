@@ -58,28 +58,30 @@ def _file_system(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except ImportError as error:
         raise ImportError(f"{url}: {error}; install the remote extra: pip install 'vitfw[remote]'") from error
+    except ValueError as error:
+        raise ValueError(f"{url}: {error}") from error
 
 
 def version(url: str) -> Version:
     """What the store says about a file now. Raises FileNotFoundError, or ValueError where it states no size."""
+    file_system, path = _file_system(url)
 
-    def ask() -> Version:
-        file_system, path = _file_system(url)
+    def ask() -> dict[str, Any]:
         file_system.invalidate_cache()
-        about = file_system.info(path)
-        if about.get("size") is None:
-            raise ValueError(f"{url}: the server states no size (Content-Length), so a download cannot be checked")
-        tag = next((about[key] for key in ("ETag", "etag", "LastModified", "mtime", "updated") if about.get(key)), "")
-        return Version(int(about["size"]), str(tag))
+        return file_system.info(path)
 
-    return with_retries(ask, url)
+    about = with_retries(ask, url)
+    if about.get("size") is None:
+        raise ValueError(f"{url}: the server states no size (Content-Length), so a download cannot be checked")
+    tag = next((about[key] for key in ("ETag", "etag", "LastModified", "mtime", "updated") if about.get(key)), "")
+    return Version(int(about["size"]), str(tag))
 
 
 def read_if_there(url: str) -> bytes | None:
     """The bytes of a small remote file, None if there is none (or, on stores that do not tell, no access to it)."""
+    file_system, path = _file_system(url)
 
     def get() -> bytes | None:
-        file_system, path = _file_system(url)
         try:
             return file_system.cat_file(path)
         except (FileNotFoundError, PermissionError):
@@ -135,49 +137,52 @@ class RemoteCache:
         return path
 
     def _download(self, url: str, path: Path) -> None:
-        part = path.with_name(f".{path.name}.part")
+        wanted = self.versions[url].size
+        part = path.with_name(f".{path.name}.{wanted}.part")  # its name reserves the room that it will take
+        file_system, remote_path = _file_system(url)
 
         def get() -> str:
-            file_system, remote_path = _file_system(url)
             file_system.get_file(remote_path, str(part))
-            if part.stat().st_size != self.versions[url].size:
-                raise OSError(f"{part.stat().st_size:,} of {self.versions[url].size:,} bytes came")
+            if part.stat().st_size != wanted:
+                raise OSError(f"{part.stat().st_size:,} of {wanted:,} bytes came")
             with part.open("rb") as file:
                 digest = sha256()
                 while chunk := file.read(1 << 20):
                     digest.update(chunk)
             return digest.hexdigest()
 
-        with _locked(path.with_name(".room.lock")):
-            self._make_room(self.versions[url].size)
-            with part.open("wb") as file:  # takes its place in the count of the others
-                file.truncate(self.versions[url].size)
+        while not self._reserve(part, wanted):
+            time.sleep(0.05)  # all the room is taken by downloads of other processes, which will end
         try:
             digest = with_retries(get, url)
             known = self.checksums.setdefault(url, digest)
             if known != digest:
-                raise ValueError(
-                    f"{url}: SHA-256 {digest[:16]}..., expected {known[:16]}...: the shard was replaced or damaged"
-                )
+                raise ValueError(f"{url}: its SHA-256 is {digest[:16]}..., not {known[:16]}...: replaced or damaged")
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
 
-    def _make_room(self, size: int) -> None:
-        """Removes what was used least recently, and what killed downloads left behind."""
-        files = []
-        for file in (self.folder / "shards").iterdir():
-            if file.suffix == ".part" and not _is_locked(_lock_of(file)):
-                file.unlink(missing_ok=True)
-            elif file.suffix != ".lock" and file.exists():
-                files.append((file.stat().st_mtime, file.stat().st_size, file))
-        used = sum(entry[1] for entry in files)
-        for _, file_size, file in sorted(files):
-            if used + size <= self.limit:
-                return
-            if file.suffix != ".part":
-                file.unlink(missing_ok=True)
+    def _reserve(self, part: Path, size: int) -> bool:
+        """Makes room by removing what was used least recently, and what killed downloads left; then creates `part`."""
+        with _locked(part.with_name(".room.lock")):
+            files = []
+            for file in part.parent.iterdir():
+                if file.suffix == ".part" and not _is_locked(_lock_of(file)):
+                    file.unlink(missing_ok=True)
+                elif file.suffix == ".part":
+                    size += int(file.suffixes[-2][1:])
+                elif file.suffix != ".lock":
+                    files.append((file.stat().st_mtime, file.stat().st_size, file))
+            used = sum(entry[1] for entry in files)
+            for _, file_size, file in sorted(files):
+                if used + size <= self.limit:
+                    break
+                file.unlink()
                 used -= file_size
+            fits = used + size <= self.limit
+            if fits:
+                part.touch()
+            return fits
 
 
 def _lock_of(file: Path) -> Path:
