@@ -145,6 +145,7 @@ def fit_qkv_bias(state: State, own: Mapping[str, Tensor]) -> list[str]:
     """
     left_out: list[str] = []
     places = {name.rsplit(".", 1)[0] for name in state if re.fullmatch(r"blocks\.\d+\.attn\.[qv]_bias", name)}
+    places = {place for place in places if f"{place}.qkv.weight" in own}
     for place in places:
         query, value = f"{place}.q_bias", f"{place}.v_bias"
         if query in own:
@@ -156,8 +157,10 @@ def fit_qkv_bias(state: State, own: Mapping[str, Tensor]) -> list[str]:
             raise MisfitError(f"{place} has query and value biases in the file, none here; set model.qkv_bias=qv")
         else:
             left_out += [query, value]
-    for name in [name for name in state if re.fullmatch(r"blocks\.\d+\.attn\.qkv\.bias", name) and name not in own]:
-        place = name.removesuffix(".qkv.bias")
+    for place in [name.removesuffix(".qkv.weight") for name in own if name.endswith(".attn.qkv.weight")]:
+        name = f"{place}.qkv.bias"
+        if name in own or name not in state:
+            continue
         query, key, value = state.pop(name).chunk(3)
         if f"{place}.q_bias" in own and not key.any():
             state[f"{place}.q_bias"], state[f"{place}.v_bias"] = query, value

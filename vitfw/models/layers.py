@@ -178,7 +178,7 @@ class AttentionPool(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Tokens [B, N, D], valid bool [B, N] (False: padding, not read) -> [B, D]."""
-        query = self.q(self.latent.expand(len(x), -1, -1)).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        query = self.q(self.latent.expand(x.shape[0], -1, -1)).unflatten(2, (self.heads, -1)).transpose(1, 2)
         key, value = self.kv(x).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mask = None if valid is None else valid[:, None, None, :]
         pooled = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)

@@ -190,7 +190,9 @@ class ViT(nn.Module):
 
     def _add_positions(self, x: Tensor, grid: Grid) -> Tensor:
         """Patches [B, N, D] -> [B, prefix + N, D]: prefix tokens in front, positions added."""
-        prefix = [t.expand(len(x), -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None]
+        prefix = [
+            t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
+        ]
         table = self._table(grid)
         if table is None:
             return torch.cat([*prefix, x], dim=1)
@@ -244,7 +246,7 @@ class ViT(nn.Module):
         if keep.dtype is not torch.int64 or keep.ndim != 2 or len(keep) != len(x):
             raise ValueError(f"keep must be int64 [{len(x)}, K], got {keep.dtype} {list(keep.shape)}")
         prefix = self.num_prefix_tokens
-        front = torch.arange(prefix, device=x.device).expand(len(x), -1)
+        front = torch.arange(prefix, device=x.device).expand(x.shape[0], -1)
         index = torch.cat([front, keep + prefix], dim=1)
         x = x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))
         return x, None if rope is None else rope[0, 0][index][:, None]

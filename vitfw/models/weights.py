@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,99 +12,13 @@ from vitfw.models.architecture import Architecture
 from vitfw.models.build import TimmModel
 from vitfw.models.dialects import Translated, prefixes, translate, unwrap
 from vitfw.models.fitting import MisfitError, fit_head, fit_patch_embed, fit_positions, fit_qkv_bias
-from vitfw.models.preprocess import Preprocessing
-from vitfw.models.reading import Source, State, Which, read
+from vitfw.models.load_report import BEHAVIOUR, LoadConfig, LoadReport, some
+from vitfw.models.reading import Source, State, read
 from vitfw.models.vit import ViT
 
 HEAD = re.compile(r"(head|head_dist|classifier|fc)\.(weight|bias)")
 BESIDE_BACKBONE = re.compile(r"(head|head_dist|pre_logits|classifier|fc)\..*|mask_token")
 MINIMUM_COVERAGE = 0.95
-# Facts that change what a network computes without changing a tensor's shape.
-BEHAVIOUR = (
-    *("heads", "norm", "norm_eps", "activation", "mlp", "rope", "rope_temperature", "rope_layout", "rope_reference"),
-    *("window", "global_blocks", "pre_norm", "parallel"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadConfig:
-    """How weights are put into a model; the place itself is given beside it."""
-
-    head: Literal["auto", "keep", "drop"] = field(
-        default="auto", metadata={"help": "auto: kept if it has as many classes, else made new; keep, drop"}
-    )
-    head_rows: tuple[int, ...] | None = field(
-        default=None, metadata={"help": "row of the file's head for each class of this model (a remapped head)"}
-    )
-    which: Which = field(
-        default="auto", metadata={"help": "raw or averaged weights; auto: averaged where a file has both"}
-    )
-    prefix: str | None = field(
-        default=None, metadata={"help": "where in the names the network lies, e.g. teacher.backbone."}
-    )
-    grid: tuple[int, ...] | None = field(
-        default=None, metadata={"help": "rows, columns of the file's positions, where they are not square"}
-    )
-    final_norm: Literal["same", "move", "fresh"] = field(
-        default="same",
-        metadata={
-            "help": "file norms tokens, model norms the pooled vector, or vice versa: move the norm, or start it fresh"
-        },
-    )
-    fresh: tuple[str, ...] = field(
-        default=(), metadata={"help": "names (regular expressions) that may be missing in the file"}
-    )
-    ignore: tuple[str, ...] = field(
-        default=(), metadata={"help": "names (regular expressions) of the file to leave out"}
-    )
-    differ: tuple[str, ...] = field(
-        default=(), metadata={"help": "facts such as norm_eps that may differ from the file's"}
-    )
-    trust: bool = field(default=False, metadata={"help": "run code that a pickled file holds"})
-
-    def __post_init__(self) -> None:
-        if self.grid is not None and (len(self.grid) != 2 or min(self.grid) < 1):
-            raise ValueError(f"load.grid={self.grid}: two numbers, rows and columns of patches")
-        unknown = set(self.differ) - set(BEHAVIOUR)
-        if unknown:
-            raise ValueError(
-                f"load.differ: {', '.join(sorted(unknown))} is not compared; known: {', '.join(BEHAVIOUR)}"
-            )
-        if self.head_rows is not None and self.head == "drop":
-            raise ValueError("load.head_rows remaps the head, load.head=drop throws it away; give one of them")
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What became of each name. coverage: share of the backbone's parameters that came from the file."""
-
-    place: str
-    entry: str
-    prefix: str
-    dialect: str
-    loaded: tuple[str, ...]
-    resized: Mapping[str, str]
-    fresh: tuple[str, ...]
-    dropped: tuple[str, ...]
-    outside: tuple[str, ...]
-    coverage: float
-    preprocessing: Preprocessing | None = None
-
-    def text(self) -> str:
-        """A few lines for the log."""
-        lines = [
-            f"weights from {self.place} (entry {self.entry}, prefix {self.prefix!r}, names of {self.dialect}): "
-            f"{len(self.loaded)} tensors, {100 * self.coverage:.2f} % of the backbone"
-        ]
-        lines += [f"  resized {name}: {what}" for name, what in self.resized.items()]
-        for title, names in (
-            ("made new", self.fresh),
-            ("left out", self.dropped),
-            ("outside the network", self.outside),
-        ):
-            if names:
-                lines.append(f"  {title}: {_some(names, 6)}")
-        return "\n".join(lines)
 
 
 def load(model: nn.Module, place: str | Path, config: LoadConfig | None = None) -> LoadReport:
@@ -274,7 +187,7 @@ def _refuse_gaps(source: Source, own: Mapping[str, Tensor], state: State, missin
     parts = [f"{matched} of the model's {len(own)} tensors are in the file{depth}"]
     for title, names in (("missing", missing), ("unexpected", unexpected), ("other shape", shapes)):
         if names:
-            parts.append(f"{len(names)} {title}: {_some(names, 4)}")
+            parts.append(f"{len(names)} {title}: {some(names, 4)}")
     raise ValueError(
         f"weights={source.place}: {'; '.join(parts)}. Change the model to the file's, or allow names in load.fresh "
         "(may be missing) and load.ignore (leave out)"
@@ -342,8 +255,4 @@ def _depth(names: Mapping[str, Any]) -> int:
 
 
 def _roots(state: Mapping[str, Any]) -> str:
-    return _some(sorted({name.split(".")[0] for name in state}), 8)
-
-
-def _some(names: Sequence[str], count: int) -> str:
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
+    return some(sorted({name.split(".")[0] for name in state}), 8)
