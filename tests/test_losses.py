@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from timm.loss.binary_cross_entropy import BinaryCrossEntropy
 from timm.loss.cross_entropy import SoftTargetCrossEntropy
 
-from vitfw.data.mix import soft_targets
+from vitfw.data.augment import AugmentConfig
+from vitfw.data.mix import BatchAugment, soft_targets
+from vitfw.models.build import build_model
 from vitfw.models.losses import (
     adjust_logits,
     as_rows,
@@ -21,6 +23,7 @@ from vitfw.models.losses import (
     mixed_accuracy,
     soft_cross_entropy,
 )
+from vitfw.models.variants import ModelConfig
 
 
 def case(batch: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,3 +137,26 @@ def test_accuracy_under_mixing() -> None:
     logits = F.one_hot(torch.tensor([0, 1, 0]), 10).float()
     assert mixed_accuracy(logits, target, smoothing=0.1).item() == pytest.approx((0.7 + 0.3) / 2)
     assert mixed_accuracy(logits, torch.tensor([0, 2, -1])).item() == 0.5
+
+
+@pytest.mark.parametrize("classes", [10, 100, 1000])
+def test_a_head_of_zeros_leaves_the_backbone_alone_for_one_step(classes: int) -> None:
+    """First loss ln K under mixing and smoothing, backbone gradients exactly 0, the head.s not; then all move."""
+    torch.manual_seed(0)
+    net = build_model(ModelConfig(variant="vit_ti4", image_size=8, depth=2, zero_head=True), num_classes=classes)
+    augment = BatchAugment(AugmentConfig(mixup=0.8, cutmix=1.0), num_classes=classes, smoothing=0.1)
+    batch = {"image": torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8), "label": torch.randint(classes, (4,))}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(2):
+        mixed = augment(batch, training=True)
+        loss = soft_cross_entropy(net(mixed["image"]), mixed["label"])
+        optimizer.zero_grad()
+        loss.backward()
+        backbone = [p.grad for name, p in net.named_parameters() if not name.startswith("head") and p.grad is not None]
+        assert net.head.weight.grad.abs().max() > 0
+        if step == 0:
+            assert loss.item() == pytest.approx(math.log(classes), rel=1e-6)
+            assert all(gradient.abs().max() == 0 for gradient in backbone)
+        else:
+            assert all(gradient.abs().max() > 0 for gradient in backbone)
+        optimizer.step()
