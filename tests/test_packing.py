@@ -26,7 +26,7 @@ FAMILIES = {
 
 
 def model_of(**options) -> ViT:
-    model = build_model(ModelConfig(**{**SMALL, **options}, dynamic_size=True), num_classes=5)
+    model = build_model(ModelConfig(**{**SMALL, **options, "dynamic_size": True}), num_classes=5)
     assert isinstance(model, ViT)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -139,3 +139,18 @@ def test_refusals():
     windowed = model_of(variant="sam_b16", window=2, global_blocks=(0,))
     with pytest.raises(ValueError, match="windows need images of one size"):
         windowed(pack([torch.zeros(3, 8, 8)], (8, 8)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel runs on CUDA")
+@pytest.mark.parametrize("family", ["class token, interpolated positions", "rotary, centered", "attention pool"])
+def test_the_variable_length_kernel_equals_the_mask(family):
+    model = model_of(**FAMILIES[family], attention="auto").cuda()
+    images = [torch.randn(3, 8 * rows, 8 * columns, device="cuda") for rows, columns in ((2, 3), (4, 4), (1, 7))]
+    packed = pack(images, (8, 8))
+    with torch.autocast("cuda", torch.bfloat16):
+        ragged = model(packed)
+        dense = model(packed, attention=(0, 1)).output  # asking for weights takes the mask
+    torch.testing.assert_close(ragged, dense, atol=5e-2, rtol=5e-2)
+    ragged.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from vitfw.models.build import build_model, materialise
+from vitfw.models.build import build_model, count_model, has_zero_head, materialise
+from vitfw.models.build import parameter_layers as layers_of
 from vitfw.models.variants import ModelConfig
 from vitfw.models.vit import ViT, parameter_layers
 
@@ -190,3 +191,29 @@ def test_zero_head_gives_zero_logits_and_no_backbone_gradient():
     assert model.head.weight.grad.abs().sum() > 0
     assert all(p.grad.abs().sum() == 0 for n, p in model.named_parameters() if not n.startswith("head"))
     assert 0.015 < small(num_classes=100).head.weight.std() < 0.025
+
+
+def test_layers_of_timm_models_are_those_of_timm_and_agree_with_ours():
+    config = ModelConfig(variant="timm:vit_tiny_patch16_224", image_size=32)
+    theirs = layers_of(build_model(config, num_classes=3))
+    ours = layers_of(build_model(ModelConfig(variant="vit_ti16", image_size=32), num_classes=3))
+    assert {name.removeprefix("net."): place for name, place in theirs.items()} == ours
+    with pytest.raises(ValueError, match="a Linear is neither a ViT nor a TimmModel"):
+        layers_of(nn.Linear(1, 1))
+
+
+def test_counts_of_any_model_as_text():
+    assert "86,567,656" in count_model(ModelConfig(), num_classes=1000)
+    text = count_model(ModelConfig(variant="timm:resnet18"), num_classes=1000, images=10)
+    assert "11,689,512" in text
+    assert "training FLOPs of the run" in text
+
+
+def test_a_head_of_zeros_is_recognised():
+    assert has_zero_head(small(zero_head=True))
+    assert not has_zero_head(small())
+    assert not has_zero_head(small(num_classes=0))
+    model = build_model(ModelConfig(variant="timm:resnet10t", image_size=32), num_classes=5)
+    assert not has_zero_head(model)
+    nn.init.zeros_(model.net.fc.weight), nn.init.zeros_(model.net.fc.bias)
+    assert has_zero_head(model)

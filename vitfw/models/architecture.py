@@ -4,6 +4,7 @@ The user's section (`variants.ModelConfig`) may leave values to the named varian
 also what travels with weights, and what a weight file is compared with.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,6 +89,26 @@ class Architecture:
     def grid(self) -> tuple[int, int]:
         """Patches down, patches across."""
         return self.image[0] // self.patch[0], self.image[1] // self.patch[1]
+
+    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Patches down and across of an image batch of this shape.
+
+        Raises ValueError unless it is [B, in_channels, H, W] with the size of this architecture, or with
+        `dynamic_size` any size that the patch divides.
+        """
+        if len(shape) != 4 or shape[1] != self.in_channels:
+            raise ValueError(
+                f"images have shape {list(shape)}, expected [B, {self.in_channels}, H, W] (model.in_channels)"
+            )
+        height, width = shape[2:]
+        if (height, width) != self.image and not self.dynamic_size:
+            raise ValueError(
+                f"images are {height} x {width} pixels, the model was built for {self.image[0]} x {self.image[1]}; set "
+                "model.image_size to the images' size, or model.dynamic_size=true to interpolate positions"
+            )
+        if height % self.patch[0] or width % self.patch[1] or 0 in (height, width):
+            raise ValueError(f"images are {height} x {width} pixels, not divisible by the patch {self.patch}")
+        return height // self.patch[0], width // self.patch[1]
 
     @property
     def patches(self) -> int:

@@ -6,8 +6,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vitfw.models.variants import ModelConfig, input_size, resolve
+from vitfw.models.cost import count_table
+from vitfw.models.model_config import ModelConfig
+from vitfw.models.variants import input_size, resolve, shape_of
 from vitfw.models.vit import ViT
+from vitfw.models.vit import parameter_layers as vit_layers
 
 # Options of the section that a timm model takes as well, with timm's name for them.
 TIMM_OPTIONS = {"dropout": "drop_rate", "drop_path": "drop_path_rate"}
@@ -88,3 +91,54 @@ def _timm_options(config: ModelConfig, name: str) -> dict[str, Any]:
                 f"model.{option.name}={value!r} has no effect on timm:{name}; remove it, or choose a variant of vitfw"
             )
     return {theirs: getattr(config, ours) for ours, theirs in TIMM_OPTIONS.items() if getattr(config, ours)}
+
+
+def parameter_layers(model: nn.Module, *, final_norm: Literal["block", "head"] = "block") -> dict[str, int]:
+    """Name of each parameter -> its place for layer-wise learning rates, for our ViT (see `vit.parameter_layers`) and
+    for a
+    timm model (by its own group matcher, which decides about the final norm itself)."""
+    if isinstance(model, ViT):
+        return vit_layers(model, final_norm=final_norm)
+    if not isinstance(model, TimmModel):
+        raise ValueError(f"parameter_layers: a {type(model).__name__} is neither a ViT nor a TimmModel")
+    from timm.models import group_parameters
+
+    net: Any = model.net
+    groups: Any = group_parameters(net, net.group_matcher(coarse=False), reverse=True)
+    return {f"net.{name}": int(place) for name, place in groups.items()}
+
+
+def has_zero_head(model: nn.Module) -> bool:
+    """Whether every head is all zeros, as a fresh `model.zero_head` or a published pretraining head is: its answers
+    mean
+    nothing, and an evaluation should say so."""
+    net: Any = model.net if isinstance(model, TimmModel) else model
+    heads = net.get_classifier() if isinstance(model, TimmModel) else (net.head, net.head_dist)
+    parameters = [p for head in (heads if isinstance(heads, tuple) else (heads,)) if head for p in head.parameters()]
+    return bool(parameters) and not any(bool(p.any()) for p in parameters)
+
+
+def count_model(config: ModelConfig, *, num_classes: int, images: int | None = None) -> str:
+    """The exact counts of the section's model as a table; `images`: those of the whole training run.
+
+    A timm model is counted by torch on the meta device, which sees parameters and matrix products.
+    """
+    if not config.variant.startswith("timm:"):
+        return count_table(shape_of(resolve(config)), num_classes, images=images)
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"):
+        model = build_model(config, num_classes=num_classes).eval().requires_grad_(False)
+        batch = torch.empty(1, config.in_channels, *input_size(config))
+    with FlopCounterMode(display=False) as counter:
+        model(batch)
+    macs = counter.get_total_flops() // 2
+    rows = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "forward MACs of one image": macs,
+        "training FLOPs of one image": 6 * macs,
+    }
+    if images is not None:
+        rows["training FLOPs of the run"] = 6 * macs * images
+    lines = [f"  {name:<32}{count:>26,}" for name, count in rows.items()]
+    return "\n".join([f"{config.variant}, {num_classes} classes, counted by torch", *lines])

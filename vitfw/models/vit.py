@@ -131,7 +131,7 @@ class ViT(nn.Module):
             if keep is not None or masked is not None:
                 raise ValueError("a packed batch takes neither keep nor masked; leave patches out when packing")
             return self._embed_packed(images, dense)
-        grid = self._grid_of(images)
+        grid = self.arch.grid_of(images.shape)
         x = self.patch_embed(images)
         if masked is not None:
             x = self._mask(x, masked)
@@ -164,22 +164,6 @@ class ViT(nn.Module):
         rope = torch.cat([r for r in ropes if r is not None], dim=2) if arch.rope != "none" else None
         parted = segments(packed, arch.prefix, dense=dense)
         return x, Context(rope, parted, None), parted.lengths
-
-    def _grid_of(self, images: Tensor) -> Grid:
-        arch = self.arch
-        if images.ndim != 4 or images.shape[1] != arch.in_channels:
-            raise ValueError(
-                f"images have shape {list(images.shape)}, expected [B, {arch.in_channels}, H, W] (model.in_channels)"
-            )
-        size = (images.shape[2], images.shape[3])
-        if size != arch.image and not arch.dynamic_size:
-            raise ValueError(
-                f"images are {size[0]} x {size[1]} pixels, the model was built for {arch.image[0]} x {arch.image[1]}; "
-                "set model.image_size to the images' size, or model.dynamic_size=true to interpolate positions"
-            )
-        if size[0] % arch.patch[0] or size[1] % arch.patch[1] or 0 in size:
-            raise ValueError(f"images are {size[0]} x {size[1]} pixels, not divisible by the patch {arch.patch}")
-        return size[0] // arch.patch[0], size[1] // arch.patch[1]
 
     def _mask(self, x: Tensor, masked: Tensor) -> Tensor:
         if self.mask_token is None:
