@@ -7,6 +7,7 @@ import pytest
 import torch
 from timm.utils import ModelEmaV2, ModelEmaV3
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from vitfw.ema import Ema, EmaConfig, bare_name, ema_decay, full_decay
 from vitfw.schedules import TrainConfig, resolve_length
@@ -72,9 +73,25 @@ def test_torchvision_adjustment() -> None:
     run = resolve_length(TrainConfig(epochs=300, global_batch=4096), 1_281_167)
     config = EmaConfig(decay=0.99998, every=32, scale="torchvision", copy_epochs=30)
     assert full_decay(config, run) == pytest.approx(0.9912619, abs=1e-7)
-    warm, later = 29 * run.images_per_epoch, 30 * run.images_per_epoch
+    warm, later = 29 * run.images_per_epoch, 31 * run.images_per_epoch
     assert ema_decay(config, run, updates=7, images_seen=warm) == 0
     assert ema_decay(config, run, updates=8, images_seen=later) == pytest.approx(0.9912619, abs=1e-7)
+
+
+def test_average_equals_torchvisions_script() -> None:
+    """AveragedModel as references/classification drives it: its counter is reset while the rate warms up."""
+    decay = 1 - min(1.0, (1 - 0.99) * SMALL.global_batch / SMALL.epochs)
+    net = Net()
+    ema = Ema(net.named_parameters(), EmaConfig(decay=0.99, scale="torchvision", copy_epochs=2), SMALL)
+    theirs = AveragedModel(net, avg_fn=lambda average, value, _: decay * average + (1 - decay) * value)
+    for step in range(SMALL.total_steps):
+        move(net, step)
+        theirs.update_parameters(net)
+        if step // SMALL.steps_per_epoch < 2:
+            theirs.n_averaged.fill_(0)
+        ema.update((step + 1) * SMALL.global_batch)
+        for name, value in theirs.module.named_parameters():
+            torch.testing.assert_close(ema.shadow[name], value.detach())
 
 
 def test_deit_average_without_ramp_still_holds_the_start() -> None:

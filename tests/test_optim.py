@@ -107,10 +107,10 @@ def test_absolute_rate_is_never_scaled() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, "optim.lr=None, optim.base_lr=None: neither is set; give exactly one"),
-        ({"lr": 1.0, "base_lr": 1.0}, "optim.lr=1.0, optim.base_lr=1.0: both are set"),
+        ({}, "optim.lr=None, optim.base_lr=None: no learning rate"),
+        ({"lr": 1.0, "base_lr": 0.5}, "optim.lr=1 is absolute .* but optim.base_lr=0.5, .* add optim.base_lr=null"),
         ({"base_lr": 1.0}, "optim.base_batch is missing"),
-        ({"lr": 1.0, "base_batch": 256}, "optim.lr is absolute and is never scaled"),
+        ({"lr": 1.0, "base_batch": 256}, "optim.lr=1 is absolute and is never scaled, but .* base_batch=256"),
     ],
 )
 def test_a_rate_without_a_rule_is_refused(keys: dict, message: str) -> None:
@@ -278,6 +278,13 @@ def test_guards() -> None:
     net.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter is trainable"):
         parameter_groups(net.named_parameters(), net.layers(), section, 1)
+
+
+def test_muon_orthogonalises_only_the_matrices_inside_the_blocks() -> None:
+    net, section = Net(depth=2), OptimConfig(name="muon", lr=0.01)
+    groups = parameter_groups(net.named_parameters(), net.layers(), section, 1)
+    hidden = {name for group in groups if not group["use_fallback"] for name in group["names"]}
+    assert hidden == {"blocks.0.fc.weight", "blocks.1.fc.weight"}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lamb", "lars", "lion", "muon"])

@@ -83,8 +83,12 @@ def full_decay(config: EmaConfig, length: Length) -> float:
 
 
 def ema_decay(config: EmaConfig, length: Length, *, updates: int, images_seen: int) -> float:
-    """The decay of the next update: a function of the updates done before and of the images seen, nothing else."""
-    if length.epoch(images_seen) < config.copy_epochs or (config.copy_epochs and updates == 0):
+    """The decay of the next update: a function of the updates done before and of the images seen, nothing else.
+
+    `images_seen` is the count before the step. As in torchvision's script, the first update behind `copy_epochs` is still
+    a copy: the average begins from the weights that it finds there.
+    """
+    if config.copy_epochs and length.epoch(images_seen - config.every * length.global_batch) < config.copy_epochs:
         return 0.0
     decay = full_decay(config, length)
     return min(decay, 1 - (1 + updates) ** (-2 / 3)) if config.ramp == "power" else decay

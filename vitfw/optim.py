@@ -118,14 +118,16 @@ def resolve_learning_rate(config: OptimConfig, global_batch: int) -> ResolvedRat
     Raises:
         ValueError: neither or both of `optim.lr` and `optim.base_lr`, or a base without its batch.
     """
-    if (config.lr is None) == (config.base_lr is None):
-        found = "both are set" if config.lr is not None else "neither is set"
-        raise ValueError(f"optim.lr={config.lr}, optim.base_lr={config.base_lr}: {found}; give exactly one of them")
+    if config.lr is None and config.base_lr is None:
+        raise ValueError(
+            "optim.lr=None, optim.base_lr=None: no learning rate; set optim.lr, or base_lr with base_batch"
+        )
     if config.lr is not None:
-        if config.base_batch is not None or config.scaling != "linear":
+        if config.base_lr is not None or config.base_batch is not None or config.scaling != "linear":
             raise ValueError(
-                f"optim.base_batch={config.base_batch}, optim.scaling={config.scaling}: optim.lr is absolute and is "
-                "never scaled; use optim.base_lr instead, or drop these keys"
+                f"optim.lr={config.lr:g} is absolute and is never scaled, but optim.base_lr={config.base_lr}, "
+                f"base_batch={config.base_batch}, scaling={config.scaling}; to use optim.lr add optim.base_lr=null "
+                "optim.base_batch=null optim.scaling=linear"
             )
         return ResolvedRate(config.lr, f"{number_text(config.lr)} (absolute)")
     assert config.base_lr is not None
