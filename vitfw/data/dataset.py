@@ -9,9 +9,11 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, get_worker_info
 
-from vitfw.data.decode import UndecodableError, cut, decode, is_unread_jpeg
+from vitfw.data.decode import UndecodableError, decode
 from vitfw.data.index import Samples
 from vitfw.data.order import Draw
+from vitfw.data.part import read_part
+from vitfw.data.policies import Policy
 from vitfw.seeding import derive
 
 MAX_REPLACEMENTS = 16  # tries to find a sound image in place of a bad one, before the data set is given up
@@ -21,17 +23,20 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 @runtime_checkable
 class RegionTransform(Protocol):
-    """A transform whose first act is to cut a box: the reader then decodes that box only, at the scale that suffices.
+    """A transform whose first act may be to cut a box and resize it: the reader then does that, as fast as it can.
 
-    size: (height, width) of the result. box(height, width) draws (top, left, height, width) or None (all of it is
-    needed); finish does everything after the cut. The transform called on a whole image draws and does the same.
+    size: (height, width) of the result. policy.interpolation: of that resizing; policy.operations and
+    policy.color_jitter: steps behind it that need a PIL image. box(height, width) draws (top, left, height, width), or
+    None where all of the image is needed; finish takes the resized box and does the rest. The transform called on a
+    whole image draws and does the same.
     """
 
     size: tuple[int, int]
+    policy: Policy
 
     def box(self, height: int, width: int) -> tuple[int, int, int, int] | None: ...
 
-    def finish(self, image: Image.Image) -> torch.Tensor: ...
+    def finish(self, image: Image.Image | torch.Tensor) -> torch.Tensor: ...
 
 
 class Sample(TypedDict):
@@ -127,10 +132,19 @@ class ImageDataset(Dataset[Sample]):
         return result
 
     def _transformed(self, image: Image.Image | torch.Tensor) -> torch.Tensor:
-        if self._region is not None and isinstance(image, Image.Image) and is_unread_jpeg(image):
-            box = self._region.box(image.height, image.width)
-            return self._region.finish(image if box is None else cut(image, box, self._region.size))
-        return self.transform(image)  # type: ignore[arg-type]
+        region = self._region
+        if region is None or not isinstance(image, Image.Image):
+            return self.transform(image)  # type: ignore[arg-type]
+        box, interpolation = region.box(image.height, image.width), region.policy.interpolation
+        if box is None:
+            return region.finish(image)
+        if interpolation != "bicubic" and interpolation != "bilinear":
+            return region.finish(image.crop((box[1], box[0], box[1] + box[3], box[0] + box[2])))
+        part = read_part(image, box, region.size, interpolation)
+        if region.policy.operations or region.policy.color_jitter:
+            pixels = part.permute(1, 2, 0).numpy()
+            return region.finish(Image.fromarray(pixels if part.shape[0] > 1 else pixels[:, :, 0]))
+        return region.finish(part)
 
     def _padding(self, bad: list[tuple[int, str]]) -> Sample:
         if self._shape is None:  # only known after a first image: make one

@@ -38,7 +38,7 @@ def decode(
     """Encoded bytes -> PIL image in the mode of `channels`, or for `.npy` bytes a uint8 tensor [C, H, W].
 
     background: 0..255, under transparent pixels. exif: turn the image upright as its orientation tag says.
-    A JPEG that needs no conversion comes back unread, so that a crop may read it at a smaller scale (`cut`);
+    A JPEG that needs no conversion comes back unread, so that a crop may read it at a smaller scale (`jpeg`);
     a truncated one then raises OSError at its first use. Raises UndecodableError for what is no whole image.
     """
     if data[:6] == NUMPY_MAGIC:
@@ -101,27 +101,3 @@ def _decode_array(data: bytes, channels: int) -> torch.Tensor:
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != channels:
         raise UndecodableError(f".npy of {array.dtype} {array.shape}, wanted uint8 [H, W, {channels}]")
     return torch.from_numpy(array).permute(2, 0, 1).contiguous()
-
-
-def cut(image: Image.Image, box: tuple[int, int, int, int], size: tuple[int, int]) -> Image.Image:
-    """The part `box` (top, left, height, width) of an image that will be resized to `size` (height, width).
-
-    An unread JPEG is decoded at 1/2, 1/4 or 1/8 of its scale (in the DCT domain) where the part still keeps twice the
-    pixels that `size` needs in both directions; the result after resizing then differs from the plain path by one or
-    two grey levels in the mean. Any other image is cut as it is.
-    """
-    top, left, height, width = box
-    spare = min(height / size[0], width / size[1]) / 2
-    factor = next((factor for factor in (8, 4, 2) if factor <= spare), 1)
-    if factor > 1 and is_unread_jpeg(image):
-        full = image.size
-        image.draft(image.mode, (full[0] // factor, full[1] // factor))
-        across, down = image.size[0] / full[0], image.size[1] / full[1]
-        left, width = round(left * across), max(1, round(width * across))
-        top, height = round(top * down), max(1, round(height * down))
-    return image.crop((left, top, left + width, top + height))
-
-
-def is_unread_jpeg(image: Image.Image) -> bool:
-    """True while the pixels of a JPEG have not been decoded, so that its scale can still be chosen."""
-    return isinstance(image, JpegImageFile) and bool(image.tile)
