@@ -11,11 +11,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # 3 steps an epoch, 9 in all, with everything random switched on: drop-path, mixup, smoothing, shifted crops
-TINY = (
-    "recipe=digits machine=cpu data.fraction=0.08 train.global_batch=32 train.epochs=3 eval.every_epochs=1 "
-    "model.width=24 model.depth=2 model.heads=2 model.drop_path=0.2 augment.mixup=0.8 augment.cutmix=1.0 "
-    "optim.warmup_epochs=1 optim.clip_norm=1.0 ema.decay=0.9 log.every=1 data.trace=true machine.threads=1"
-).split()
+TINY = """
+recipe=digits machine=cpu machine.threads=1 log.every=1
+data.fraction=0.08 data.trace=true train.global_batch=32 train.epochs=3 eval.every_epochs=1
+model.width=24 model.depth=2 model.heads=2 model.drop_path=0.2
+augment.mixup=0.8 augment.cutmix=1.0 optim.warmup_epochs=1 optim.clip_norm=1.0 ema.decay=0.9
+""".split()  # noqa: SIM905 - as one types it
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def torchrun(processes: int, words: Sequence[str], *, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """The documented command, with gloo bound to the loopback."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "train.py"]
-    return subprocess.run(
-        [*command, *words], capture_output=True, text=True, timeout=timeout, cwd=ROOT, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    )  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*launcher, "train.py", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment)

@@ -33,13 +33,15 @@ def values(folder: Path, split: str, name: str) -> dict[int, float]:
     return {record["step"]: record[name] for record in read_metrics(folder, split)}
 
 
-def assert_same_tensors(one: dict[str, Any], other: dict[str, Any], **tolerance: float) -> None:
+def assert_same_tensors(one: dict[str, Any], other: dict[str, Any], *, rtol: float = 0.0, atol: float = 0.0) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
         if isinstance(value, dict):
-            assert_same_tensors(value, other[name], **tolerance)
+            assert_same_tensors(value, other[name], rtol=rtol, atol=atol)
         else:
-            torch.testing.assert_close(value, other[name], **(tolerance or {"rtol": 0.0, "atol": 0.0}), msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                value, other[name], rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,13 @@ def test_stopping_after_any_step_changes_nothing(uncut: Path, tmp_path: Path, cu
     assert final(folder)["progress"]["step"] == cut
     assert main(words) == 0
     assert trace(folder) == trace(uncut)
-    for split, name in (("train", "loss"), ("train", "learning_rate"), ("train", "gradient_norm"), ("val", "loss"), ("val_ema", "loss")):
+    for split, name in (
+        ("train", "loss"),
+        ("train", "learning_rate"),
+        ("train", "gradient_norm"),
+        ("val", "loss"),
+        ("val_ema", "loss"),
+    ):
         assert values(folder, split, name) == values(uncut, split, name), name
     assert len(read_metrics(folder, "val")) == 3  # one an epoch, whatever the cut
     for part in ("model", "optimizer", "ema"):
@@ -106,7 +114,9 @@ def test_workers_change_nothing(uncut: Path, tmp_path: Path) -> None:
         assert trace(folder) == trace(uncut)
 
 
-def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(uncut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(
+    uncut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     words = [*TINY, f"out={folder}"]
     assert main([*words, "stop_after=3"]) == 75

@@ -31,7 +31,17 @@ from vitfw.schedules import TrainConfig
 from vitfw.tasks import TASKS
 from vitfw.tasks.task import TaskConfig
 
-RECIPE_SECTIONS = ("model", "load", "task", "data", "augment", "optim", "ema", "train", "eval")  # all that may change the result
+RECIPE_SECTIONS = (
+    "model",
+    "load",
+    "task",
+    "data",
+    "augment",
+    "optim",
+    "ema",
+    "train",
+    "eval",
+)  # all that may change the result
 MACHINE_SECTIONS = ("machine", "log")
 MACHINE_DATA_KEYS = ("data.train", "data.val", "data.cache")  # where the data lies is a fact about the machine
 _PACKAGE = Path(__file__).parent
@@ -57,7 +67,9 @@ class Config:
     machine: MachineConfig = field(default_factory=MachineConfig)
     log: LogConfig = field(default_factory=LogConfig)
     recipe: str = field(default="", metadata={"help": "name of a recipe in recipes/, or a YAML file"})
-    machine_name: str = field(default="", metadata={"help": "written as machine=NAME: a file in configs/, or a YAML file"})
+    machine_name: str = field(
+        default="", metadata={"help": "written as machine=NAME: a file in configs/, or a YAML file"}
+    )
     out: str | None = field(default=None, metadata={"help": "run folder; default runs/RECIPE"})
     weights: str | None = field(default=None, metadata={"help": "start a new run from these weights (not a resume)"})
     resume: Literal["same", "changed"] = field(
@@ -122,7 +134,12 @@ def keys() -> Iterator[tuple[str, str, Any, str]]:
         if item.name == "task":
             for name, (config, _) in TASKS.items():
                 for key in dataclasses.fields(config):
-                    yield f"task.{key.name}", _type_text(key.type), _default(key), f"[{name}] {key.metadata.get('help', '')}"
+                    yield (
+                        f"task.{key.name}",
+                        _type_text(key.type),
+                        _default(key),
+                        f"[{name}] {key.metadata.get('help', '')}",
+                    )
         elif dataclasses.is_dataclass(_plain_type(item.type)):
             for key in dataclasses.fields(_plain_type(item.type)):
                 yield f"{item.name}.{key.name}", _type_text(key.type), _default(key), key.metadata.get("help", "")
@@ -142,7 +159,9 @@ def _split_words(words: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{word}: options are words without dashes; write {word.lstrip('-') or 'key=value'}")
         if not equals or not key:
             near = _nearest(word, [name for name, *_ in keys()])
-            raise ConfigError(f"{word}: not of the form key=value; did you mean {' or '.join(f'{n}=...' for n in near)}?")
+            raise ConfigError(
+                f"{word}: not of the form key=value; did you mean {' or '.join(f'{n}=...' for n in near)}?"
+            )
         if pairs.setdefault(key, value) != value:
             raise ConfigError(f"{key} is given twice with different values: {pairs[key]} and {value}")
     return pairs
@@ -176,8 +195,12 @@ def _recipe_sources(name: str, base: Path) -> list[tuple[str, dict[str, Any]]]:
     sources.append((f"recipe {name}", tree))
     for source, content in sources:
         for key in content:
-            if key in MACHINE_SECTIONS or (key in Config.__dataclass_fields__ and key not in (*RECIPE_SECTIONS, "weights")):
-                raise ConfigError(f"{source}: {key} does not belong in a recipe; put it in a machine file or on the command line")
+            if key in MACHINE_SECTIONS or (
+                key in Config.__dataclass_fields__ and key not in (*RECIPE_SECTIONS, "weights")
+            ):
+                raise ConfigError(
+                    f"{source}: {key} does not belong in a recipe; put it in a machine file or on the command line"
+                )
     return sources
 
 
@@ -210,7 +233,9 @@ def _task_name(leaves: list[tuple[str, str, Any]]) -> str:
 
 def _schema(task: str) -> Any:
     schema = OmegaConf.structured(Config)
-    OmegaConf.set_readonly(schema, False)  # frozen dataclasses give read-only nodes; here the values are still coming in
+    OmegaConf.set_readonly(
+        schema, False
+    )  # frozen dataclasses give read-only nodes; here the values are still coming in
     schema.task = OmegaConf.structured(TASKS[task][0])
     for name in schema:
         if OmegaConf.is_dict(schema[name]):
@@ -223,7 +248,9 @@ def _set(schema: Any, source: str, key: str, value: Any) -> None:
     node, path = schema, key.split(".")
     for depth, part in enumerate(path):
         if not OmegaConf.is_dict(node) or part not in node:
-            raise ConfigError(f"{key}={value}: no such key{_where(source)}; did you mean {_suggest(schema, path, depth)}?")
+            raise ConfigError(
+                f"{key}={value}: no such key{_where(source)}; did you mean {_suggest(schema, path, depth)}?"
+            )
         if depth < len(path) - 1:
             node = node[part]
     if OmegaConf.is_dict(node[path[-1]]):

@@ -161,6 +161,11 @@ def _recorder(config: Config, launch: Launch, run: Run) -> Recorder:
     if folder is not None and config.log.wandb:
         log = config.log
         dashboard = start_wandb(
-            folder, run_id=run.run_id, project=log.project, entity=log.entity, name=log.name, config=config.recipe_part()
+            folder,
+            run_id=run.run_id,
+            project=log.project,
+            entity=log.entity,
+            name=log.name,
+            config=config.recipe_part(),
         )
     return Recorder(folder, attempt=run.attempt, dashboard=dashboard)

@@ -1,5 +1,6 @@
 """The one LightningModule: joins a task to the Trainer. One call of `optimizer_step` is one step of the run."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from vitfw.data.mix import BatchAugment
 from vitfw.ema import Ema, EmaConfig
+from vitfw.guard import Guard, GuardConfig, poison, skip_step
 from vitfw.optim import OptimConfig, build_optimizer, clip_gradients, parameter_groups, set_schedule
 from vitfw.schedules import Length
 from vitfw.seeding import derive
@@ -30,14 +32,20 @@ class Module(pl.LightningModule):
         accumulation: int,
         rank: int,
         world: int,
+        place: Callable[[Task], None] = lambda task: None,
+        guard: GuardConfig | None = None,
     ) -> None:
         super().__init__()
+        self.place: Callable[[Task], None] | None = place  # shards, compiles, ... (see parallel.place)
+        self.guard = Guard(guard or GuardConfig())
         self.task = task
         self.augment = augment
         self.optim, self.length, self.ema_config = optim, length, ema
         self.seed, self.accumulation, self.rank, self.world = seed, accumulation, rank, world
         self.step = 0  # optimiser steps done in this run, over all attempts
-        self.sums: dict[str, Tensor] = {}  # of what the task shows, on the device; read (and so synchronised) only to log
+        self.sums: dict[
+            str, Tensor
+        ] = {}  # of what the task shows, on the device; read (and so synchronised) only to log
         self.micro_batches = 0  # summed since the last reading
         self.gradient_norm: Tensor | None = None
         self.ema: Ema | None = None  # made by `start_average`, once the weights lie where they stay
@@ -49,6 +57,12 @@ class Module(pl.LightningModule):
     @property
     def progress(self) -> float:
         return self.step / self.length.total_steps
+
+    def configure_model(self) -> None:
+        """Lays the task out once; Lightning may call this again."""
+        if self.place is not None:
+            self.place(self.task)
+            self.place = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         layers = self.task.parameter_layers(self.optim.norm_layer)
@@ -70,7 +84,7 @@ class Module(pl.LightningModule):
             value = value.detach()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.micro_batches += 1
-        return losses["loss"]
+        return poison(losses["loss"])
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         set_schedule(optimizer.optimizer, self.optim, self.length, self.images_seen)
@@ -80,17 +94,25 @@ class Module(pl.LightningModule):
             self.ema.update(self.images_seen)
         self.task.after_step(self.progress)
 
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
-        """Clips by the norm of the whole, synchronised, unscaled gradient; runs once a step, after accumulation."""
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Clips by the norm of the whole, synchronised, unscaled gradient; runs once a step, after accumulation. A step
+        with a bad gradient is skipped (see guard)."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer.optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer.optimizer)  # Lightning leaves this to fused optimisers, too late for clipping
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.gradient_norm = clip_gradients(parameters, self.optim.clip_norm)
+        bad = self.guard.judge(self.step + 1, self.gradient_norm)
+        skip_step(optimizer.optimizer, bad, scaled=scaler is not None)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision of the run, for code outside the training step."""
         return self.trainer.precision_plugin.forward_context() if self._trainer is not None else nullcontext()
 
     def read_sums(self) -> dict[str, float]:
-        """Means since the last reading, over all ranks' micro-batches. Called on all ranks; the one place that waits for the device."""
+        """Means since the last reading, over all ranks' micro-batches. Called on all ranks; this alone waits for the device."""
         if not self.sums:
             return {}
         names = list(self.sums)

@@ -6,8 +6,8 @@ import torch
 
 from vitfw import run
 from vitfw.config import Config
-from vitfw.data.index import Samples
 from vitfw.data.augment import AugmentConfig, resolve_policy, statistics
+from vitfw.data.index import Samples
 from vitfw.data.mix import BatchAugment
 from vitfw.data.section import open_data
 from vitfw.launch import Launch, broadcast, split_batch
@@ -56,7 +56,9 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     augment = BatchAugment(
         config.augment, channels=config.model.in_channels, num_classes=task.num_classes, smoothing=task.smoothing
     )
-    return Prepared(train_set, val_set, length, rate, images_per_device, accumulation, seed, task, augment, preprocessing, report)
+    return Prepared(
+        train_set, val_set, length, rate, images_per_device, accumulation, seed, task, augment, preprocessing, report
+    )
 
 
 def _seed(config: Config, launch: Launch) -> int:

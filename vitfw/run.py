@@ -16,7 +16,18 @@ from typing import Any, Literal
 
 import yaml
 
-PACKAGES = ("vitfw", "torch", "torchvision", "lightning", "timm", "webdataset", "omegaconf", "torchmetrics", "numpy", "pillow")
+PACKAGES = (
+    "vitfw",
+    "torch",
+    "torchvision",
+    "lightning",
+    "timm",
+    "webdataset",
+    "omegaconf",
+    "torchmetrics",
+    "numpy",
+    "pillow",
+)
 
 
 class RunError(ValueError):
@@ -58,7 +69,9 @@ def open_run(
     config_file, provenance_file = folder / "config.yaml", folder / "provenance.json"
     if not config_file.exists():
         if folder.exists() and any(folder.iterdir()):
-            raise RunError(f"out={folder}: the folder is not empty and holds no run (no config.yaml); choose another out=")
+            raise RunError(
+                f"out={folder}: the folder is not empty and holds no run (no config.yaml); choose another out="
+            )
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         provenance: dict[str, Any] = {"run_id": f"{folder.name}-{os.urandom(4).hex()}", "seed": seed, "attempts": []}
         changes: list[str] = []
@@ -67,7 +80,9 @@ def open_run(
             stored = yaml.safe_load(config_file.read_text(encoding="utf-8"))
             provenance = json.loads(provenance_file.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError, json.JSONDecodeError) as error:
-            raise RunError(f"out={folder}: the run's own files cannot be read ({error}); choose another out=") from error
+            raise RunError(
+                f"out={folder}: the run's own files cannot be read ({error}); choose another out="
+            ) from error
         changes = differences(stored, recipe)
         if changes and resume != "changed":
             raise RunError(

@@ -18,14 +18,16 @@ def start_text(config: Config, launch: Launch, run: Run, prepared: Prepared, pro
     trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     workers = resolve_workers("auto" if machine.workers < 0 else machine.workers, local_world=launch.local_world)
     where = "from the beginning" if progress.step == 0 else f"from step {progress.step:,} (attempt {run.attempt + 1})"
+    device = device_of(launch, machine).type
+    micro = f"{prepared.accumulation} micro-batches x {prepared.images_per_device} images"
     rows = [
         ("run", f"{run.folder}, recipe {config.recipe}, {where}"),
         ("train data", prepared.train_set.describe()),
         ("val data", prepared.val_set.describe() if prepared.val_set is not None else "none: nothing will be evaluated"),
         ("model", f"{config.model.variant}, {total:,} parameters, {trainable:,} trainable ({trainable / total:.1%})"),
         *([("weights", prepared.load_report.text())] if prepared.load_report is not None else []),
-        ("processes", f"{launch.world} ({launch.kind}, {device_of(launch, machine).type}, {machine.precision}), {workers} loader workers each"),
-        ("global batch", f"{length.global_batch} = {launch.world} processes x {prepared.accumulation} micro-batches x {prepared.images_per_device} images"),
+        ("processes", f"{launch.world} ({launch.kind}, {device}, {machine.precision}), {workers} loader workers each"),
+        ("global batch", f"{length.global_batch} = {launch.world} processes x {micro}"),
         ("length", length.describe()),
         ("learning rate", f"{prepared.rate.text}, {config.optim.name}, {config.optim.schedule}"),
         ("seed", str(prepared.seed)),
@@ -38,6 +40,12 @@ def closing_text(run: Run) -> str:
     provenance = json.loads((run.folder / "provenance.json").read_text(encoding="utf-8"))
     results = provenance["finished"]
     names = {"val/acc1": "validation accuracy", "val_ema/acc1": "validation accuracy of the averaged weights"}
-    lines = [f"best {names.get(key, key)}: {value:.2f}{' %' if key.endswith('acc1') else ''}" for key, value in results.items()]
-    lines += [f"run folder: {run.folder}", f"weights:    {run.export} (timm.create_model('local-dir:{run.export}', pretrained=True))"]
+    lines = [
+        f"best {names.get(key, key)}: {value:.2f}{' %' if key.endswith('acc1') else ''}"
+        for key, value in results.items()
+    ]
+    lines += [
+        f"run folder: {run.folder}",
+        f"weights:    {run.export} (timm.create_model('local-dir:{run.export}', pretrained=True))",
+    ]
     return "\n".join(lines)

@@ -15,7 +15,7 @@ _MARGIN, _HEADER = 4, 18  # pixels
 
 
 def contact_sheet(
-    images: Sequence[Image.Image],
+    images: Sequence[Image.Image | Tensor],
     config: AugmentConfig,
     path: Path,
     *,

@@ -19,7 +19,9 @@ class LogConfig:
     progress: Literal["auto", "bar", "lines", "off"] = field(
         default="auto", metadata={"help": "auto: a bar in a terminal, a line each epoch elsewhere"}
     )
-    wandb: bool = field(default=False, metadata={"help": "send the same records to W&B (offline without key or network)"})
+    wandb: bool = field(
+        default=False, metadata={"help": "send the same records to W&B (offline without key or network)"}
+    )
     project: str = field(default="vitfw", metadata={"help": "W&B project"})
     entity: str | None = field(default=None, metadata={"help": "W&B team or user"})
     name: str | None = field(default=None, metadata={"help": "W&B run name; default: the run folder's"})

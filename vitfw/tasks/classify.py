@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
 
-from vitfw.models.build import build_model
-from vitfw.models.vit import parameter_layers
+from vitfw.models.build import build_model, parameter_layers
 from vitfw.models.losses import LossName, check_loss, classification_loss, mixed_accuracy
 from vitfw.models.variants import ModelConfig
 from vitfw.tasks.task import Batch, Monitor, Task, TaskConfig
@@ -24,7 +23,8 @@ class ClassifyConfig(TaskConfig):
     name: str = field(default="classify", metadata={"help": "which task trains"})
     num_classes: int = field(default=0, metadata={"help": "classes of the head; 0: as many as the training data has"})
     loss: LossName = field(
-        default="softmax", metadata={"help": "softmax; bce (DeiT III: target above 0, mean); sigmoid (AugReg: summed over classes)"}
+        default="softmax",
+        metadata={"help": "softmax; bce (DeiT III: target above 0, mean); sigmoid (AugReg: summed over classes)"},
     )
     smoothing: float = field(default=0.0, metadata={"help": "label smoothing, folded into the targets once"})
 
@@ -40,6 +40,7 @@ class ClassifyTask(Task):
     """Owns the network and its loss, with integer or soft targets."""
 
     monitor = Monitor("acc1", "max")
+    num_classes: int
 
     def __init__(self, net: nn.Module, *, num_classes: int, loss: LossName = "softmax", smoothing: float = 0.0) -> None:
         super().__init__()
@@ -82,11 +83,13 @@ class ClassifyTask(Task):
         loss = measures["loss"].compute().item()
         if loss != loss or images == 0:  # a model that answers NaN has no accuracy; argmax would call it class 0
             hits = hits * float("nan")
-        values = {"acc1": 100.0 * hits.sum().item() / max(images, 1.0), "loss": loss}
+        values: dict[str, float] = {"acc1": 100.0 * hits.sum().item() / max(images, 1.0), "loss": loss}
         if "acc5" in measures:
             values["acc5"] = 100.0 * measures["acc5"].compute().item()
-        values["mean_class_acc"] = 100.0 * (hits[present] / support[present]).mean().item()
-        return values | {"images": images}
+        return values | {
+            "mean_class_acc": 100.0 * (hits[present] / support[present]).mean().item(),
+            "images": images,
+        }
 
     @property
     def network(self) -> nn.Module:
@@ -106,5 +109,9 @@ def build_classify(config: ClassifyConfig, model: ModelConfig, *, num_classes: i
             "classification needs labelled data with at least 2 classes"
         )
     if num_classes > wanted:
-        raise ValueError(f"task.num_classes={config.num_classes}, but the training data has labels up to {num_classes - 1}")
-    return ClassifyTask(build_model(model, num_classes=wanted), num_classes=wanted, loss=config.loss, smoothing=config.smoothing)
+        raise ValueError(
+            f"task.num_classes={config.num_classes}, but the training data has labels up to {num_classes - 1}"
+        )
+    return ClassifyTask(
+        build_model(model, num_classes=wanted), num_classes=wanted, loss=config.loss, smoothing=config.smoothing
+    )
