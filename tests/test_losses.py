@@ -20,6 +20,8 @@ from vitfw.models.losses import (
     binary_cross_entropy,
     check_loss,
     classification_loss,
+    distillation_loss,
+    feature_loss,
     mixed_accuracy,
     soft_cross_entropy,
 )
@@ -160,3 +162,37 @@ def test_a_head_of_zeros_leaves_the_backbone_alone_for_one_step(classes: int) ->
         else:
             assert all(gradient.abs().max() > 0 for gradient in backbone)
         optimizer.step()
+
+
+def test_distillation_as_deits_code() -> None:
+    """Hard: the teacher's best class. Soft: KL at temperature 3, x 9, per element; per image it is K times as strong."""
+    logits, _ = case(4, 1000)
+    teacher, _ = case(4, 1000, seed=1)
+    teacher.requires_grad_()
+    logits.requires_grad_()
+    hard = distillation_loss(logits, teacher, form="hard")
+    torch.testing.assert_close(hard, F.cross_entropy(logits, teacher.argmax(1)))
+    student, target = (torch.softmax(values.detach() / 3, 1) for values in (logits, teacher))
+    expected = 9 * (target * (target.log() - student.log())).sum() / 4000
+    soft = distillation_loss(logits, teacher, form="soft", temperature=3.0)
+    torch.testing.assert_close(soft.detach(), expected)
+    image = distillation_loss(logits, teacher, form="soft", temperature=3.0, per="image")
+    torch.testing.assert_close(image, 1000 * soft)
+    (hard + soft).backward()
+    assert teacher.grad is None
+    assert logits.grad is not None
+    assert distillation_loss(teacher, teacher, form="soft").item() == pytest.approx(0, abs=1e-7)
+    with pytest.raises(ValueError, match=r"the student gives \(4, 10\), the teacher \(4, 1000\); they need the same"):
+        distillation_loss(logits[:, :10], teacher, form="hard")
+    with pytest.raises(ValueError, match=r"per=batch: must be element or image"):
+        distillation_loss(logits, teacher, form="soft", per="batch")
+
+
+def test_feature_loss() -> None:
+    features = torch.randn(2, 5, 8, requires_grad=True)
+    assert feature_loss(features, 3 * features).item() == pytest.approx(0, abs=1e-6)
+    assert feature_loss(features, -features).item() == pytest.approx(2, abs=1e-6)
+    teacher = torch.randn(2, 5, 8, requires_grad=True)
+    feature_loss(features, teacher).backward()
+    assert teacher.grad is None
+    assert features.grad is not None

@@ -117,3 +117,39 @@ def mixed_accuracy(logits: Tensor, target: Tensor, *, smoothing: float = 0.0) ->
     if soft and smoothing:
         share = (share - smoothing / logits.shape[1]) / (1 - smoothing)
     return (share * labelled).sum() / labelled.sum().clamp(min=1)
+
+
+def distillation_loss(
+    logits: Tensor, teacher: Tensor, *, form: Literal["hard", "soft"], temperature: float = 1.0, per: str = "element"
+) -> Tensor:
+    """Student and teacher logits [B, K] -> scalar; the teacher gets no gradient (Touvron et al. 2021, section 4).
+
+    `hard` is cross-entropy with the teacher's best class. `soft` is temperature^2 x KL(teacher || student) of the tempered
+    distributions, summed and divided by B x K (`per` element, DeiT's code) or by B (`per` image, Hinton et al. 2015): K
+    times as strong.
+
+    Raises:
+        ValueError: other numbers of classes, or an unknown `per`.
+    """
+    teacher = teacher.detach().float()
+    if logits.shape != teacher.shape:
+        raise ValueError(
+            f"distillation: the student gives {tuple(logits.shape)}, the teacher {tuple(teacher.shape)}; they need the "
+            "same classes"
+        )
+    if per not in ("element", "image"):
+        raise ValueError(f"distillation: per={per}: must be element or image")
+    if form == "hard":
+        return F.cross_entropy(logits.float(), teacher.argmax(1))
+    divergence = F.kl_div(
+        F.log_softmax(logits.float() / temperature, 1),
+        F.log_softmax(teacher / temperature, 1),
+        reduction="sum",
+        log_target=True,
+    )
+    return divergence * temperature**2 / (logits.numel() if per == "element" else len(logits))
+
+
+def feature_loss(features: Tensor, teacher: Tensor) -> Tensor:
+    """1 - cosine similarity of features [..., D], mean over all but D, in float32; the teacher gets no gradient."""
+    return (1 - F.cosine_similarity(features.float(), teacher.detach().float(), dim=-1)).mean()
