@@ -117,6 +117,27 @@ def test_macs_of_b16_by_term_and_at_other_sizes():
     assert ti["attention"] / (ti["attention"] + ti["linear"]) == pytest.approx(0.14, abs=0.01)
 
 
+def test_linear_and_attention_flops_of_a_b_block():
+    for side, linear, attention in ((224, 2.79, 0.12), (448, 11.1, 1.9), (640, 22.7, 7.9), (1024, 58.0, 51.6)):
+        macs = cost.forward_macs(dataclasses.replace(B16, depth=1, image=(side, side)))
+        assert 2 * macs["linear"] / 1e9 == pytest.approx(linear, rel=5e-3)
+        assert 2 * macs["attention"] / 1e9 == pytest.approx(attention, abs=0.05)
+
+
+def test_score_matrices():
+    for tokens, entries in ((197, 38_809), (785, 616_225), (50, 2_500)):
+        counted = Shape(depth=1, heads=1, image=(16, 16 * (tokens - 1)))
+        assert cost.attention_numbers(counted) == entries
+
+
+def test_a_distillation_token_adds_a_token_a_row_and_a_head():
+    plain, distilled = cost.parameters(B16, 1000), cost.parameters(shape("deit_b16_distilled"), 1000)
+    added = {key: distilled[key] - plain[key] for key in plain if distilled[key] != plain[key]}
+    assert added == {"tokens": 768, "positions": 768, "head": 769_000}
+    registers = cost.parameters(shape("vit_b16", registers=4, position_prefix=False), 1000)
+    assert registers["positions"] == 196 * 768
+
+
 def test_crossover():
     assert cost.crossover(B16) == (1088, 4625)
     assert cost.crossover(TI16)[0] == 544

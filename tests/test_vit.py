@@ -173,6 +173,20 @@ def test_timm_models_build_and_refuse_options_they_would_ignore():
         build_model(ModelConfig(variant="timm:resnet_not"), num_classes=5)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["swin_tiny_patch4_window7_224", "convnext_atto", "resnet18", "tf_efficientnet_lite0", "deit_tiny_patch16_224"],
+)
+def test_other_families_come_from_timm(name):
+    with torch.device("meta"):
+        model = build_model(ModelConfig(variant=f"timm:{name}", drop_path=0.1), num_classes=5)
+        images = torch.empty(2, 3, 224, 224)
+    assert model(images).shape == (2, 5)
+    assert model(images, output="pooled").shape == (2, model.embed_dim)
+    with pytest.raises(ValueError, match="gives logits or pooled"):
+        model(images, output="tokens")
+
+
 def test_dropout_and_drop_path_are_off_in_evaluation():
     rates = dict.fromkeys(("dropout", "position_dropout", "projection_dropout", "attention_dropout", "drop_path"), 0.5)
     model, plain = small(**rates).eval(), small().eval()

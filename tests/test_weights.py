@@ -372,3 +372,27 @@ def test_timm_models_take_their_own_files(tmp_path):
     with pytest.raises(ValueError, match="no networks with the names of timm:resnet10t"):
         torch.save(small().state_dict(), tmp_path / "vit.pth")
         load(model, tmp_path / "vit.pth")
+
+
+def test_published_weights_come_through_timm(monkeypatch):
+    net = noisy(timm.create_model("vit_base_patch16_clip_224", **TIMM_SMALL))
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: net)
+    model = small("clip_b16")
+    report = load(model, "timm:vit_base_patch16_clip_224")
+    assert torch.equal(logits(model), logits(net))
+    assert report.preprocessing is not None
+    with pytest.raises(ValueError, match="norm_eps is 1e-05 in the file and 1e-06 here"):
+        load(small("vit_b16", pre_norm=True, patch_bias=False), "timm:vit_base_patch16_clip_224")
+
+
+def test_names_timm_cannot_provide():
+    with pytest.raises(ValueError, match="weights=timm:vit_nothing: timm cannot provide them"):
+        load(small(), "timm:vit_nothing")
+
+
+def test_a_model_without_memory_is_not_loaded(tmp_path):
+    torch.save(small().state_dict(), tmp_path / "file.pth")
+    with torch.device("meta"):
+        model = small()
+    with pytest.raises(ValueError, match=r"on the meta device; call build\.materialise"):
+        load(model, tmp_path / "file.pth")

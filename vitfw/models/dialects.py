@@ -60,7 +60,7 @@ def translate(state: State) -> Translated:
     implied: dict[str, Any] = {}
     dialect = "timm"
     if any(name.endswith("embedding/kernel") for name in state):
-        state, dialect = _from_jax(state), "jax"
+        state, dialect, implied = _from_jax(state), "jax", {"norm_eps": 1e-6}
     elif "class_embedding" in state:
         state, dialect, implied = _from_clip(state), "clip", {"norm_eps": 1e-5}
     elif "embeddings.patch_embeddings.projection.weight" in state:

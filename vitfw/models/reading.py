@@ -79,7 +79,11 @@ def _read_timm(name: str) -> Source:
 
     from vitfw.models.timm_bridge import read_architecture
 
-    net: Any = timm.create_model(name, pretrained=True)
+    try:
+        net: Any = timm.create_model(name, pretrained=True)
+    except (OSError, RuntimeError) as error:  # unknown name, no published weights, no network
+        first = str(error).strip().split("\n")[0]
+        raise ValueError(f"weights=timm:{name}: timm cannot provide them ({type(error).__name__}: {first})") from error
     try:
         arch = read_architecture(net)
     except ValueError:

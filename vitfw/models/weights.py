@@ -29,6 +29,8 @@ def load(model: nn.Module, place: str | Path, config: LoadConfig | None = None) 
     heads, ...).
     """
     config = config or LoadConfig()
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"weights={place}: the model is on the meta device; call build.materialise before loading")
     source = read(place, which=config.which, trust=config.trust)
     if isinstance(model, TimmModel):
         return _load_timm(model, source, config)
