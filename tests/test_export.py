@@ -84,16 +84,20 @@ def test_networks_that_timm_lacks_go_to_our_own_format(tmp_path):
     assert read(tmp_path / "model.safetensors").architecture == model.arch  # the file says it without its folder
 
 
+# What else a task may hold: a probe with a head, and a teacher with the names of a ViT.
+OTHERS = {"probe.head.weight": torch.ones(3, 48), "teacher.patch_embed.proj.weight": torch.ones(2)}
+
+
 def checkpoint(path, model, section: ModelConfig, averaged=None):
     """A file in the layout of vitfw.checkpoint: plain containers, names of the task."""
     tree = {
         "format": 1,
         "progress": {"step": 3},
-        "model": {f"network.{k}": v for k, v in model.state_dict().items()} | {"loss.weight": torch.ones(1)},
+        "model": {f"net.{k}": v for k, v in model.state_dict().items()} | OTHERS,
         "optimizer": {},
         "ema": None
         if averaged is None
-        else {"updates": torch.tensor(3), **{f"network.{k}": v for k, v in averaged.items()}},
+        else {"updates": torch.tensor(3), **{f"net.{k}": v for k, v in averaged.items()}},
         "config": yaml.safe_dump(
             {"model": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(section).items()}}
         ),

@@ -175,7 +175,13 @@ def test_timm_models_build_and_refuse_options_they_would_ignore():
 
 @pytest.mark.parametrize(
     "name",
-    ["swin_tiny_patch4_window7_224", "convnext_atto", "resnet18", "tf_efficientnet_lite0", "deit_tiny_patch16_224"],
+    [
+        "swin_tiny_patch4_window7_224",
+        "convnext_atto",
+        "mobilenetv3_small_050",
+        "tf_efficientnet_lite0",
+        "deit_tiny_patch16_224",
+    ],
 )
 def test_other_families_come_from_timm(name):
     with torch.device("meta"):

@@ -361,7 +361,7 @@ def test_timm_folder_loads_and_its_facts_are_compared(tmp_path):
 
 
 def test_timm_models_take_their_own_files(tmp_path):
-    config = ModelConfig(variant="timm:resnet10t", image_size=32)
+    config = ModelConfig(variant="timm:resnet18", image_size=32)
     original = build_model(config, num_classes=5).eval()
     torch.save({"state_dict": {f"module.{k}": v for k, v in original.net.state_dict().items()}}, tmp_path / "file.pth")
     model = build_model(config, num_classes=5).eval()
@@ -369,7 +369,7 @@ def test_timm_models_take_their_own_files(tmp_path):
     assert torch.equal(logits(model), logits(original))
     other = build_model(config, num_classes=3)
     assert load(other, tmp_path / "file.pth").fresh == ("fc.weight", "fc.bias")
-    with pytest.raises(ValueError, match="no networks with the names of timm:resnet10t"):
+    with pytest.raises(ValueError, match="no networks with the names of timm:resnet18"):
         torch.save(small().state_dict(), tmp_path / "vit.pth")
         load(model, tmp_path / "vit.pth")
 

@@ -22,7 +22,8 @@ class TimmModel(nn.Module):
     def __init__(self, name: str, net: nn.Module, image: tuple[int, int]):
         super().__init__()
         self.name, self.net, self.image = name, net, image
-        self.embed_dim: int = int(net.num_features)  # type: ignore[arg-type]
+        features = getattr(net, "head_hidden_size", net.num_features)  # some have a layer between features and head
+        self.embed_dim: int = int(features)  # type: ignore[arg-type]
         self.num_classes: int = int(net.num_classes)  # type: ignore[arg-type]
 
     def forward(self, images: Tensor, *, output: Literal["logits", "pooled"] = "logits"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitfw.models.build import TimmModel, build_model
 from vitfw.models.load_report import LoadConfig
 from vitfw.models.preprocess import Preprocessing
-from vitfw.models.reading import Source, Which, model_section, read
+from vitfw.models.reading import NETWORKS, Source, Which, model_section, read
 from vitfw.models.timm_bridge import timm_arguments, to_timm
 from vitfw.models.vit import ViT
 from vitfw.models.weights import load
@@ -56,7 +56,7 @@ def export_checkpoint(
 
 def build_for(source: Source) -> tuple[nn.Module, int]:
     """The network a source describes, and its number of classes, read off the head's tensor."""
-    heads = [value.shape[0] for name, value in source.state.items() if _is_head(name)]
+    heads = [value.shape[0] for name, value in source.state.items() if _is_head(name, own=source.own)]
     if source.architecture is not None:
         classes = heads[0] if heads else 0
         return ViT(source.architecture, classes).eval(), classes
@@ -67,12 +67,16 @@ def build_for(source: Source) -> tuple[nn.Module, int]:
         )
     with torch.device("meta"):
         classifier = build_model(section, num_classes=1).net.default_cfg["classifier"]  # type: ignore[union-attr,index]
-    heads = [v.shape[0] for name, v in source.state.items() if name == f"network.net.{classifier}.weight"]
+    names = [f"{network}net.{classifier}.weight" for network in NETWORKS]
+    heads = [source.state[name].shape[0] for name in names if name in source.state]
     classes = heads[0] if heads else 0
     return build_model(section, num_classes=classes).eval(), classes
 
 
-def _is_head(name: str) -> bool:
+def _is_head(name: str, *, own: bool) -> bool:
+    """In a checkpoint of vitfw other parts of a task may have heads too: only the network's counts."""
+    if own:
+        return name in [f"{network}head.weight" for network in NETWORKS]
     return name in ("head.weight", "classifier.weight") or name.endswith((".head.weight", ".classifier.weight"))
 
 

@@ -36,6 +36,8 @@ RAW = (
     "module",
     "student",
 )
+# Under which of its names a task of vitfw holds the network it trains; a teacher beside it is another one.
+NETWORKS = ("net.", "encoder.", "network.", "student.")
 
 
 @dataclass(frozen=True)

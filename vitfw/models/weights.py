@@ -13,7 +13,7 @@ from vitfw.models.build import TimmModel
 from vitfw.models.dialects import Translated, prefixes, translate, unwrap
 from vitfw.models.fitting import MisfitError, fit_head, fit_patch_embed, fit_positions, fit_qkv_bias
 from vitfw.models.load_report import BEHAVIOUR, LoadConfig, LoadReport, some
-from vitfw.models.reading import Source, State, read
+from vitfw.models.reading import NETWORKS, Source, State, read
 from vitfw.models.vit import ViT
 
 HEAD = re.compile(r"(head|head_dist|classifier|fc)\.(weight|bias)")
@@ -53,8 +53,8 @@ def _locate(state: State, source: Source, config: LoadConfig) -> tuple[State, st
                 f"weights={source.place}: nothing under load.prefix={config.prefix!r}; there is {_roots(state)}"
             )
         found = [config.prefix]
-    elif source.own and "network." in found:
-        found = ["network."]
+    elif source.own:
+        found = [name for name in NETWORKS if name in found][:1] or found
     if not found:
         raise ValueError(
             f"weights={source.place}: 0 of {len(state)} tensors can be placed: no patch embedding of a ViT among the "
@@ -200,11 +200,9 @@ def _load_timm(model: TimmModel, source: Source, config: LoadConfig) -> LoadRepo
     """A timm model takes files with its own names only; the head follows the same rules."""
     own = dict(model.net.state_dict(keep_vars=True))
     state = unwrap(source.state)
-    anchor = next(iter(own))
-    found = sorted({name.removesuffix(anchor) for name in state if name == anchor or name.endswith("." + anchor)})
-    found = [config.prefix] if config.prefix is not None else found
-    if source.own and "network.net." in found:
-        found = ["network.net."]
+    found = [config.prefix] if config.prefix is not None else _timm_prefixes(state, own)
+    if source.own and config.prefix is None:
+        found = [f"{name}net." for name in NETWORKS if f"{name}net." in found][:1] or found
     if len(found) != 1:
         raise ValueError(
             f"weights={source.place}: {'several' if found else 'no'} networks with the names of timm:{model.name}"
@@ -241,6 +239,15 @@ def _load_timm(model: TimmModel, source: Source, config: LoadConfig) -> LoadRepo
         coverage,
         source.preprocessing,
     )
+
+
+def _timm_prefixes(state: State, own: Mapping[str, Tensor]) -> list[str]:
+    """Prefixes under which most of the model's own names stand; the best only, all of them if several are as good."""
+    first = next(iter(own))
+    candidates = {name.removesuffix(first) for name in state if name == first or name.endswith("." + first)}
+    scores = {prefix: sum(prefix + name in state for name in own) for prefix in candidates}
+    best = max(scores.values(), default=0)
+    return sorted(prefix for prefix, score in scores.items() if score == best and 2 * score > len(own))
 
 
 def _coverage(own: Mapping[str, Tensor], taken: Sequence[str]) -> float:
