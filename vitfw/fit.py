@@ -1,7 +1,9 @@
 """Joins the prepared parts to loaders, module and trainer, at the place where the run stands."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -15,13 +17,15 @@ from vitfw.launch import Launch, uses_gpu
 from vitfw.models.export import export_checkpoint
 from vitfw.models.variants import input_size
 from vitfw.module import Module
+from vitfw.parallel import place
+from vitfw.preempt import StopRequest, ignore_signals
 from vitfw.prepare import Prepared
 from vitfw.report.dashboard import Dashboard, start_wandb
 from vitfw.report.progress import ProgressDisplay
 from vitfw.report.recorder import Recorder
 from vitfw.run import Run
 from vitfw.tasks.task import Batch, Monitor
-from vitfw.trainer import AfterStep, build_trainer
+from vitfw.trainer import AfterStep, build_trainer, newest_checkpoint
 
 
 class RestOfRun:
@@ -60,11 +64,15 @@ class Fit:
     def run(self) -> bool:
         """Trains to the end (True), or until a stop was asked for (False)."""
         try:
-            if len(self.loader):
-                self.trainer.fit(self.module, self.loader)
+            if len(self.loader) or self.after_step.evaluation_pending:
+                with warnings.catch_warnings():  # Lightning looks for srun although it was told how the run was started
+                    warnings.filterwarnings("ignore", message=".*`srun` command is available")
+                    self.trainer.fit(self.module, self.loader)
         except BaseException:
             self.after_step.recorder.close(status=1)
             raise
+        finally:
+            self.after_step.stop.uninstall()
         self.after_step.recorder.close(status=0)
         return not self.after_step.stopped
 
@@ -89,9 +97,9 @@ def best_split(monitor: Monitor, progress: checkpoint.Progress) -> str | None:
 
 def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, config_text: str) -> Fit:
     """Finds where the run stands and builds everything from there. Called on all ranks."""
-    found = checkpoint.newest(run.checkpoints)
-    for word in found[2] if found else []:
-        print(f"passed over a damaged checkpoint: {word}")
+    stop = StopRequest(config.machine.stop_signal, wall_minutes=config.machine.wall_minutes)
+    stop.install()  # from here on a signal ends the run after the first step, with a checkpoint
+    found = newest_checkpoint(run.checkpoints, is_main=launch.is_main)
     state = checkpoint.load(found[0]) if found else None
     progress = found[1] if found else checkpoint.Progress()
     length, machine = prepared.length, config.machine
@@ -123,6 +131,9 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
             world=launch.world,
             **shared,
         )
+    for each in (loader, eval_loader):
+        if each is not None:
+            each.loader.worker_init_fn = ignore_signals
     module = Module(
         prepared.task,
         prepared.augment,
@@ -133,6 +144,7 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
         accumulation=prepared.accumulation,
         rank=launch.rank,
         world=launch.world,
+        place=partial(place, machine=machine, launch=launch),
     )
     after_step = AfterStep(
         run,
@@ -148,6 +160,8 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
         config_text=config_text,
         preprocessing=prepared.preprocessing.plain(),
         stop_after=config.stop_after,
+        stop=stop,
+        key_of=prepared.train_set.key,
     )
     rest = RestOfRun(loader, (length.total_steps - progress.step) * prepared.accumulation)
     trainer = build_trainer(machine, launch, accumulation=prepared.accumulation, callbacks=[after_step])

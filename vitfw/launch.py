@@ -1,4 +1,4 @@
-"""How this process was started: torchrun, srun or plain python, worked out from the environment before anything is built."""
+"""How this process was started: torchrun, srun or plain python; worked out from the environment before all else."""
 
 import os
 from collections.abc import Mapping
@@ -8,8 +8,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from vitfw.data.resources import usable_cpus
+
+Strategy = Literal["auto", "single", "ddp", "fsdp2", "hsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,12 @@ class MachineConfig:
     )
     devices: int = field(default=0, metadata={"help": "processes a node; 0: as many as were started"})
     nodes: int = field(default=0, metadata={"help": "nodes; 0: as many as were started"})
-    strategy: Literal["auto", "single", "ddp"] = field(
-        default="auto", metadata={"help": "auto: single for one process, ddp for several"}
+    strategy: Strategy = field(
+        default="auto",
+        metadata={"help": "auto: single for one process, ddp for several; fsdp2 shards over all, hsdp inside a node"},
+    )
+    shard_size: int = field(
+        default=0, metadata={"help": "hsdp: processes that share one copy of the weights; 0: those of a node"}
     )
     precision: Literal["fp32", "bf16", "fp16"] = field(
         default="fp32", metadata={"help": "bf16 and fp16 are autocast over fp32 weights; fp16 needs a GPU"}
@@ -37,18 +44,35 @@ class MachineConfig:
     threads: int = field(default=0, metadata={"help": "CPU threads a process; 0: usable CPUs / local ranks"})
     save_every_steps: int = field(default=0, metadata={"help": "steps between checkpoints; 0: once an epoch"})
     compile: bool = field(default=False, metadata={"help": "torch.compile each block"})
+    recompute_every: int = field(
+        default=0, metadata={"help": "recompute every n-th block in the backward pass to save memory; 1: all, 0: none"}
+    )
+    keep_last: int = field(default=2, metadata={"help": "newest checkpoints that are kept"})
+    keep_best: int = field(default=1, metadata={"help": "best checkpoints kept for each set of weights scored"})
+    keep_every_steps: int = field(
+        default=0, metadata={"help": "checkpoints at multiples of this many steps are kept for ever; 0: none"}
+    )
+    stop_signal: Literal["USR1", "USR2"] = field(
+        default="USR1", metadata={"help": "signal that means save and stop, beside TERM and INT"}
+    )
+    wall_minutes: float = field(
+        default=0.0, metadata={"help": "save and stop this many minutes after the start; 0: no limit of our own"}
+    )
     rendezvous_seconds: int = field(default=120, metadata={"help": "seconds to wait for the other processes at start"})
     collective_minutes: int = field(default=30, metadata={"help": "minutes until a stuck collective ends the run"})
 
     def __post_init__(self) -> None:
-        for name in ("devices", "nodes", "eval_images_per_device", "threads", "save_every_steps"):
+        at_least_0 = ("devices", "nodes", "shard_size", "eval_images_per_device", "threads", "save_every_steps")
+        for name in (*at_least_0, "recompute_every", "keep_every_steps", "wall_minutes"):
             if getattr(self, name) < 0:
-                raise ValueError(f"machine.{name}={getattr(self, name)}: must be 0 (automatic) or more")
-        for name in ("images_per_device", "rendezvous_seconds", "collective_minutes"):
+                raise ValueError(f"machine.{name}={getattr(self, name)}: must be 0 or more")
+        for name in ("images_per_device", "keep_last", "keep_best", "rendezvous_seconds", "collective_minutes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"machine.{name}={getattr(self, name)}: must be at least 1")
         if self.workers < -1:
             raise ValueError(f"machine.workers={self.workers}: must be -1 (automatic) or more")
+        if self.shard_size and self.strategy != "hsdp":
+            raise ValueError(f"machine.shard_size={self.shard_size}: only hsdp reads it; set machine.strategy=hsdp")
 
 
 @dataclass(frozen=True)
@@ -73,48 +97,89 @@ class Launch:
 def detect_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """The launch that the environment describes: torchrun's variables first, then a real srun step, else one process.
 
-    Raises ValueError where the variables contradict each other.
+    Raises ValueError where the variables contradict each other, or where a launcher was meant and not used: such a
+    start would train several times, or wait for processes that nobody starts.
     """
-    try:
-        if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
-            launch = Launch(
-                "torchrun",
-                *(int(environment[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK")),
-                int(environment.get("LOCAL_WORLD_SIZE", "1")),
-            )
-        elif "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
-            tasks = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
-            nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")))
-            if tasks % nodes:
-                raise ValueError(f"srun started {tasks} tasks on {nodes} nodes: the same number on each is needed")
-            launch = Launch(
-                "srun", int(environment["SLURM_PROCID"]), tasks, int(environment["SLURM_LOCALID"]), tasks // nodes
-            )
-        else:
-            launch = Launch("python")
-    except KeyError as error:
-        raise ValueError(f"the launcher's variable {error} is missing from the environment") from error
-    if launch.world % launch.local_world or not 0 <= launch.rank < launch.world:
+    if "TORCHELASTIC_RUN_ID" in environment or "RANK" in environment or "WORLD_SIZE" in environment:
+        keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        launch = Launch("torchrun", *(_number(environment, key) for key in keys))
+    elif "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment and _batch_step(environment) is False:
+        launch = _srun_launch(environment)
+    else:
+        _refuse_forgotten_launcher(environment)
+        launch = Launch("python")
+    if (
+        launch.world % launch.local_world
+        or not 0 <= launch.rank < launch.world
+        or not 0 <= launch.local_rank < launch.local_world
+    ):
         raise ValueError(
-            f"inconsistent launch: rank {launch.rank} of {launch.world} with {launch.local_world} processes on this node"
+            f"inconsistent launch by {launch.kind}: rank {launch.rank} of {launch.world}, on this node "
+            f"{launch.local_rank} of {launch.local_world}; every node must start the same number of processes"
         )
     return launch
 
 
+def _number(environment: Mapping[str, str], key: str) -> int:
+    if key not in environment:
+        raise ValueError(
+            f"the launcher's variable {key} is missing from the environment: start with torchrun, or unset RANK and "
+            "WORLD_SIZE"
+        )
+    try:
+        return int(environment[key])
+    except ValueError:
+        raise ValueError(f"the launcher's variable {key}={environment[key]} is not a number") from None
+
+
+def _batch_step(environment: Mapping[str, str]) -> bool:
+    """Whether this is the shell of the job file itself, which SLURM numbers as the step -5, and not a task of srun."""
+    return environment["SLURM_STEP_ID"] in ("4294967291", "-5", "batch")
+
+
+def _srun_launch(environment: Mapping[str, str]) -> Launch:
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
+    nodes = _number(environment, "SLURM_STEP_NUM_NODES")
+    layout = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # "2(x3)": 2 on each of 3 nodes; "2,1": uneven
+    if tasks % nodes or "," in layout:
+        raise ValueError(
+            f"srun started {tasks} tasks on {nodes} nodes ({layout or 'unevenly'}): every node needs the same number, "
+            "so start with srun --ntasks-per-node=N"
+        )
+    rank, local_rank = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_LOCALID")
+    return Launch("srun", rank, tasks, local_rank, tasks // nodes)
+
+
+def _refuse_forgotten_launcher(environment: Mapping[str, str]) -> None:
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" in environment and tasks.isdigit() and int(tasks) > 1:
+        raise ValueError(
+            f"this SLURM job has {tasks} tasks (SLURM_NTASKS), but python was started once: write srun python "
+            "train.py ..., or srun torchrun ..., or ask for one task"
+        )
+    for key in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if environment.get(key, "1").isdigit() and int(environment.get(key, "1")) > 1:
+            raise ValueError(
+                f"mpirun started {environment[key]} processes ({key}): start with torchrun or srun instead"
+            )
+
+
 def check_launch(launch: Launch, machine: MachineConfig) -> None:
-    """Refuses a launch that is not what the machine section says. Raises ValueError with both numbers and the command."""
+    """Refuses a launch that is not what the machine section says. Raises ValueError with both numbers and a command."""
     wanted = machine.devices or launch.local_world, machine.nodes or launch.nodes
     if wanted != (launch.local_world, launch.nodes):
         raise ValueError(
-            f"machine.devices={machine.devices} and machine.nodes={machine.nodes} ask for {wanted[0]} processes on each of "
-            f"{wanted[1]} nodes, but {launch.kind} started {launch.local_world} on each of {launch.nodes}: start with "
-            f"torchrun --nnodes {wanted[1]} --nproc-per-node {wanted[0]} train.py ..., or set both to 0 to take what was started"
+            f"machine.devices={machine.devices} and machine.nodes={machine.nodes} ask for {wanted[0]} processes on "
+            f"each of {wanted[1]} nodes, but {launch.kind} started {launch.local_world} on each of {launch.nodes}: "
+            f"start with torchrun --nnodes {wanted[1]} --nproc-per-node {wanted[0]} train.py ..., or set both to 0 to take "
+            "what was started"
         )
-    if machine.strategy == "single" and launch.world > 1:
-        raise ValueError(f"machine.strategy=single, but {launch.kind} started {launch.world} processes: use ddp or auto")
+    resolve_strategy(launch, machine)
     on_gpu = uses_gpu(machine)
     if machine.device == "gpu" and not torch.cuda.is_available():
-        raise ValueError("machine.device=gpu, but torch sees no GPU: use machine=cpu, or install a driver and a CUDA build")
+        raise ValueError(
+            "machine.device=gpu, but torch sees no GPU: use machine=cpu, or install a driver and a CUDA build"
+        )
     if on_gpu and launch.local_world > torch.cuda.device_count():
         raise ValueError(
             f"{launch.local_world} processes on this node, but torch sees {torch.cuda.device_count()} GPUs: "
@@ -122,6 +187,33 @@ def check_launch(launch: Launch, machine: MachineConfig) -> None:
         )
     if machine.precision == "fp16" and not on_gpu:
         raise ValueError("machine.precision=fp16 needs a GPU: use bf16 or fp32 on the CPU")
+
+
+def resolve_strategy(launch: Launch, machine: MachineConfig) -> Literal["single", "ddp", "fsdp2", "hsdp"]:
+    """What `auto` means here; ddp of one process is single. Raises ValueError where the processes do not fit."""
+    if machine.strategy == "single" and launch.world > 1:
+        raise ValueError(
+            f"machine.strategy=single, but {launch.kind} started {launch.world} processes: use ddp or auto"
+        )
+    if machine.strategy == "hsdp":
+        shard = shard_size(launch, machine)
+        if launch.world % shard or not 1 < shard < launch.world:
+            raise ValueError(
+                f"machine.strategy=hsdp with machine.shard_size={shard} of {launch.world} processes: it must divide "
+                "them into at least 2 copies of at least 2 shards; use fsdp2 or ddp otherwise"
+            )
+    if machine.strategy in ("fsdp2", "hsdp"):
+        if machine.precision == "fp16":
+            raise ValueError(
+                f"machine.precision=fp16 with machine.strategy={machine.strategy}: sharded runs use bf16 or fp32"
+            )
+        return machine.strategy
+    return "single" if launch.world == 1 else "ddp"
+
+
+def shard_size(launch: Launch, machine: MachineConfig) -> int:
+    """Processes that share one copy of the weights under hsdp."""
+    return machine.shard_size or launch.local_world
 
 
 def uses_gpu(machine: MachineConfig) -> bool:
@@ -134,21 +226,29 @@ def device_of(launch: Launch, machine: MachineConfig) -> torch.device:
 
 def set_threads(launch: Launch, machine: MachineConfig) -> int:
     """Gives each process its share of the CPUs: torchrun alone would give 1, srun all of them. Returns the number."""
-    threads = machine.threads or max(1, usable_cpus() // launch.local_world)
+    share = 1 if launch.kind == "srun" and "SLURM_CPUS_PER_TASK" in os.environ else launch.local_world
+    threads = machine.threads or max(1, usable_cpus() // share)  # SLURM's number is already one task's
     torch.set_num_threads(threads)
     return threads
 
 
 def join_processes(launch: Launch, machine: MachineConfig) -> None:
-    """Connects the processes, with a short wait: a process that never started should be noticed in seconds, not in 30 min."""
+    """Connects the processes, with a short wait: one that never started is noticed in seconds, not in 30 minutes.
+
+    Raises ConnectionError that names the address and what to change.
+    """
+    backend = "nccl" if uses_gpu(machine) else "gloo"
+    device = device_of(launch, machine) if uses_gpu(machine) else None
     if launch.world == 1:
+        if resolve_strategy(launch, machine) in ("fsdp2", "hsdp"):  # shards need a group, even one of a single process
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)
         return
     if launch.kind == "srun":
         os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1")))
-        os.environ.setdefault("MASTER_PORT", str(15000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000))
+        os.environ.setdefault("MASTER_PORT", str(_srun_port(os.environ)))
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store = dist.TCPStore(
+        store: Any = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             launch.world,
@@ -158,21 +258,29 @@ def join_processes(launch: Launch, machine: MachineConfig) -> None:
             wait_for_workers=False,
         )
         # a restarted group must not read the keys that the last one left in the agent's store
-        prefix = f"vitfw/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = PrefixStore(f"vitfw/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store.set(f"here/{launch.rank}", "1")
+        store.wait([f"here/{rank}" for rank in range(launch.world)], timedelta(seconds=machine.rendezvous_seconds))
         dist.init_process_group(
-            "nccl" if uses_gpu(machine) else "gloo",
-            store=dist.PrefixStore(prefix, store),
+            backend,
+            store=store,
             rank=launch.rank,
             world_size=launch.world,
             timeout=timedelta(minutes=machine.collective_minutes),
-            device_id=device_of(launch, machine) if uses_gpu(machine) else None,
+            device_id=device,
         )
-    except (KeyError, RuntimeError, dist.DistStoreError) as error:
+    except (KeyError, ValueError, RuntimeError, dist.DistStoreError) as error:
         raise ConnectionError(
             f"rank {launch.rank} of {launch.world} could not join the others at {address} within "
             f"{machine.rendezvous_seconds} s ({str(error).splitlines()[0]}): another job may hold the port "
             "(torchrun --standalone picks a free one), or a process did not start"
         ) from error
+
+
+def _srun_port(environment: Mapping[str, str]) -> int:
+    """A port that two jobs, or two steps of a job, do not share: 15000 to 24999."""
+    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
+    return 15000 + (job + 1009 * step) % 10000
 
 
 def _first_host(nodelist: str) -> str:
@@ -200,19 +308,19 @@ def leave_processes() -> None:
 def split_batch(global_batch: int, world: int, limit: int) -> tuple[int, int]:
     """(images of a micro-batch, micro-batches a process sums): the largest micro-batch of at most `limit` images.
 
-    Raises ValueError where the global batch does not divide among the processes, or only into micro-batches under a quarter
-    of what fits.
+    Raises ValueError where the global batch does not divide among the processes, or only into micro-batches under a
+    quarter of what fits.
     """
     share, remainder = divmod(global_batch, world)
     if remainder or share == 0:
         near = max(world, round(global_batch / world) * world)
         raise ValueError(
-            f"train.global_batch={global_batch} does not divide among {world} processes; the nearest that does is {near}"
+            f"train.global_batch={global_batch} does not divide among {world} processes; the nearest that does: {near}"
         )
     accumulation = next(parts for parts in range(-(-share // limit), share + 1) if share % parts == 0)
     if accumulation > 1 and share // accumulation < limit / 4:
         raise ValueError(
             f"train.global_batch={global_batch} on {world} processes is {share} images each, which divides only into "
-            f"micro-batches of {share // accumulation}, while machine.images_per_device={limit} fit: change one of the two"
+            f"micro-batches of {share // accumulation}, while machine.images_per_device={limit} fit: change one of them"
         )
     return share // accumulation, accumulation

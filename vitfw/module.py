@@ -100,12 +100,12 @@ class Module(pl.LightningModule):
         """Clips by the norm of the whole, synchronised, unscaled gradient; runs once a step, after accumulation. A step
         with a bad gradient is skipped (see guard)."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is not None and getattr(optimizer.optimizer, "_step_supports_amp_scaling", False):
-            scaler.unscale_(optimizer.optimizer)  # Lightning leaves this to fused optimisers, too late for clipping
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)  # Lightning leaves this to fused optimisers, too late for clipping
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.gradient_norm = clip_gradients(parameters, self.optim.clip_norm)
         bad = self.guard.judge(self.step + 1, self.gradient_norm)
-        skip_step(optimizer.optimizer, bad, scaled=scaler is not None)
+        skip_step(optimizer, bad, scaled=scaler is not None)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision of the run, for code outside the training step."""

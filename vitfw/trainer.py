@@ -1,34 +1,43 @@
 """From the machine section to a Lightning Trainer, and what happens after each step: log, evaluate, save, stop."""
 
+import json
 import logging
+import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from vitfw import checkpoint
 from vitfw.evaluate.metrics import EvalConfig, evaluate
-from vitfw.launch import Launch, MachineConfig, broadcast, device_of, uses_gpu
+from vitfw.guard import DivergedError
+from vitfw.launch import Launch, MachineConfig, broadcast, device_of, resolve_strategy, uses_gpu
 from vitfw.module import Module
 from vitfw.optim import current_learning_rate
-from vitfw.preempt import StopRequest
+from vitfw.parallel import share_buffers
+from vitfw.preempt import Answer, StoppedError, StopRequest
 from vitfw.report.progress import ProgressDisplay, result_text
 from vitfw.report.recorder import LogConfig, Recorder
 from vitfw.run import Run, package_versions
 from vitfw.schedules import Length
-from vitfw.tasks.task import Batch
+from vitfw.tasks.task import Batch, Monitor
 
+ROWS = 512  # micro-batches whose rows are remembered for the record of skipped steps
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def build_trainer(machine: MachineConfig, launch: Launch, *, accumulation: int, callbacks: list[pl.Callback]) -> pl.Trainer:
+def build_trainer(
+    machine: MachineConfig, launch: Launch, *, accumulation: int, callbacks: list[pl.Callback]
+) -> pl.Trainer:
     """One pass over a loader that yields the whole rest of the run: epochs, evaluation, logging, saving and resuming are
     ours, so that the position of a run is one number and not the state of nested loops."""
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -36,23 +45,25 @@ def build_trainer(machine: MachineConfig, launch: Launch, *, accumulation: int, 
     # Lightning 2.6 asks torch 2.14 in a way that torch calls deprecated; no user can act on it
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
     on_gpu = uses_gpu(machine)
-    device = device_of(launch, machine)
-    if launch.world > 1:
-        strategy: Any = DDPStrategy(
-            cluster_environment=_environment(launch),
+    sharing = resolve_strategy(launch, machine)
+    strategy: Any = SingleDeviceStrategy(device=device_of(launch, machine))
+    if sharing == "ddp":
+        strategy = DDPStrategy(
             find_unused_parameters=False,  # a parameter without gradient is an error, not a search in every step
             gradient_as_bucket_view=True,
+            forward_sync_buffers=False,  # see share_buffers: once an evaluation, not once a micro-batch
             process_group_backend="nccl" if on_gpu else "gloo",
         )
-    else:
-        strategy = SingleDeviceStrategy(device=device)
+    elif sharing in ("fsdp2", "hsdp"):  # the shards are cut in Module.configure_model, on a mesh of our own
+        strategy = ModelParallelStrategy(data_parallel_size=launch.world, tensor_parallel_size=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*`srun` command is available on your system but is not used.*")
-        return pl.Trainer(
+        trainer = pl.Trainer(
             accelerator="gpu" if on_gpu else "cpu",
-            devices=launch.local_world if launch.world > 1 else "auto" if not on_gpu else [launch.local_rank],
+            devices=[launch.local_rank] if on_gpu and sharing == "single" else launch.local_world,
             num_nodes=launch.nodes,
             strategy=strategy,
+            plugins=[Started(launch)],
             precision=PRECISIONS[machine.precision],  # pyright: ignore[reportArgumentType]
             accumulate_grad_batches=accumulation,
             max_epochs=1,
@@ -64,12 +75,52 @@ def build_trainer(machine: MachineConfig, launch: Launch, *, accumulation: int, 
             enable_model_summary=False,
             callbacks=callbacks,
         )
+    # Lightning's own handling of signals talks to the other ranks inside the handler, where it can wait for ever, and
+    # broadcasts in every step; ours agrees without waiting (see preempt)
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return trainer
 
 
-def _environment(launch: Launch) -> ClusterEnvironment:
-    if launch.kind == "torchrun":
-        return TorchElasticEnvironment()
-    return SLURMEnvironment(auto_requeue=False) if launch.kind == "srun" else LightningEnvironment()
+class Started(ClusterEnvironment):
+    """Tells Lightning what `detect_launch` found, so that it does not guess for itself. The processes are joined by then."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        raise AssertionError("the processes are joined before the Trainer is built")
+
+    @property
+    def main_port(self) -> int:
+        raise AssertionError("the processes are joined before the Trainer is built")
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self.launch.world
+
+    def set_world_size(self, size: int) -> None:
+        assert size == self.launch.world
+
+    def global_rank(self) -> int:
+        return self.launch.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == self.launch.rank
+
+    def local_rank(self) -> int:
+        return self.launch.local_rank
+
+    def node_rank(self) -> int:
+        return self.launch.rank // self.launch.local_world
 
 
 class AfterStep(pl.Callback):
@@ -91,6 +142,8 @@ class AfterStep(pl.Callback):
         config_text: str,
         preprocessing: Mapping[str, Any],
         stop_after: int | None,
+        stop: StopRequest,
+        key_of: Callable[[int], str] = str,
     ) -> None:
         self.run, self.machine, self.length = run, machine, length
         self.log_every = log.every  # `self.log` would be overwritten: Lightning puts its own logging there
@@ -101,43 +154,102 @@ class AfterStep(pl.Callback):
         self.save_every = machine.save_every_steps or length.steps_per_epoch
         self.stopped = False  # asked to stop before the end
         self.results: dict[str, dict[str, float]] = {}
-        self.stop = StopRequest()
-        self._saved_step = progress.step if resume_from is not None else -1
+        self.stop = stop
+        self.key_of = key_of  # row of the index -> key of the sample
+        self.writer = checkpoint.Writer()
+        self._saved = (progress.step, progress.evaluated) if resume_from is not None else None
+        self._rows: deque[tuple[int, Any]] = deque(maxlen=ROWS)
+        self._begun = False
 
-    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        # Lightning's own SIGTERM handling broadcasts and waits in every step; ours agrees without waiting (see preempt)
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    @property
+    def evaluation_pending(self) -> bool:
+        """Whether the run stands where an evaluation was due that it has not done."""
+        return self.progress.evaluated < self.progress.step and self._evaluation_due(self.progress.step)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._begin(trainer, pl_module)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if not self._begun:  # no step was left, but an evaluation
+            self._begin(trainer, pl_module)
+            self.save(trainer, pl_module)
+            self.on_train_end(trainer, pl_module)
+
+    def _begin(self, trainer: pl.Trainer, module: Any) -> None:
+        """Takes up the run where it stands: everything lies where it stays by now, sharded and on its device."""
+        self._begun = True
         module.start_average()
         if self.resume_from is not None:
             checkpoint.restore(self.resume_from, module.task, _optimizer(trainer), module.ema)
+            if self.resume_from.get("guard") is not None:
+                module.guard.load_state_dict(self.resume_from["guard"])
             self.resume_from = None
         module.step = self.progress.step
         self.stop.install()
-        if self.progress.evaluated < self.progress.step and self._evaluation_due(self.progress.step):
-            self._evaluate(module, self.progress.step)
+        if self.evaluation_pending:
+            self.stopped = trainer.should_stop = not self._evaluate(module, self.progress.step)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % module.accumulation:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module: Module = pl_module
+        inside = (batch_idx + 1) % module.accumulation != 0
+        self._rows.append((module.step + inside, batch.get("index")))
+        if inside:
             return
         step = module.step
         self.display.advance()
         last = step >= self.length.total_steps
         if step % self.log_every == 0 or last:
             self._record(trainer, module, step)
-        stop = self.stop.agreed() or step == self.stop_after
-        if self._evaluation_due(step) and (not stop or step == self.stop_after):
-            self._evaluate(module, step)  # a signal leaves no time for it: the next attempt makes up for it
-        if stop or last or step % self.save_every == 0 or step in self.progress.best_step.values():
+        self._heed_guard(trainer, module)
+        answer = self.stop.agreed(failed=self.writer.failed)
+        if answer is Answer.FAILED:
+            self._finish_writing()
+        stop = answer is Answer.STOP or step == self.stop_after
+        if self._evaluation_due(step) and (answer is Answer.GO_ON or last):
+            # a signal leaves no time for it: the next attempt makes up for it
+            stop = not self._evaluate(module, step) or stop
+        if stop or last or step % self.save_every == 0 or self._ranks(step):
             self.save(trainer, module)
-        if stop and not last:
+        if stop and not (last and not self.evaluation_pending):
             self.stopped = trainer.should_stop = True
 
-    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._finish_writing()
         self.stop.uninstall()
         self.display.close()
 
-    def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
-        self.on_train_end(trainer, module)
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        try:
+            self.writer.wait()
+        except OSError as error:  # the exception that ended the run must be the one that is shown last
+            print(error, file=sys.stderr)
+        self.stop.uninstall()
+        self.display.close()
+
+    def _heed_guard(self, trainer: pl.Trainer, module: Module) -> None:
+        """Writes down the samples of skipped steps; after too many in a row goes back to the last checkpoint's weights.
+
+        The position stays: the data since then is not shown again, and the schedule goes on.
+        """
+        bad = module.guard.take_bad_steps()
+        for step, norm in bad:
+            rows = [row for at, index in self._rows if at == step and index is not None for row in index.tolist()]
+            record = {"step": step, "gradient_norm": str(norm), "keys": [self.key_of(row) for row in rows if row >= 0]}
+            with (self.run.folder / f"skipped-rank{module.rank}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        verdict = module.guard.verdict() if bad else "go on"
+        if verdict == "go on":
+            return
+        what = f"{module.guard.config.patience} steps in a row had a loss or gradient that is not finite, or a spike"
+        self._finish_writing()
+        found = newest_checkpoint(self.run.checkpoints, is_main=trainer.is_global_zero)
+        if verdict == "give up" or found is None:
+            raise DivergedError(
+                f"{what}, at step {module.step:,}, after {module.guard.rollbacks - 1} returns to a checkpoint; the last "
+                "checkpoint is untouched. Lower optim.lr, set optim.clip_norm, or look at the samples in skipped-rank*.jsonl"
+            )
+        checkpoint.restore(checkpoint.load(found[0]), module.task, _optimizer(trainer), module.ema)
+        self.display.line(module.step, f"{what}: back to the weights of step {found[1].step:,}, on with new data")
 
     def _evaluation_due(self, step: int) -> bool:
         return self.eval_loader is not None and (
@@ -148,61 +260,97 @@ class AfterStep(pl.Callback):
         values = module.read_sums()
         values["learning_rate"] = current_learning_rate(_optimizer(trainer))
         values["images_per_second"] = self.display.speed(step)
+        values["skipped_steps"] = module.guard.skipped
         self.recorder.write("train", values, **self._axes(step))
         self.display.note(step, values)
 
-    def _evaluate(self, module: Module, step: int) -> None:
-        """Scores the raw and, where there is one, the averaged weights; every rank gets the same numbers."""
+    def _evaluate(self, module: Module, step: int) -> bool:
+        """Scores the raw and, where there is one, the averaged weights; every rank gets the same numbers. False where a
+        stop was asked for in the middle: nothing is recorded then."""
         assert self.eval_loader is not None
         device = module.device
         weights: dict[str, Callable[[], Any]] = {"val": nullcontext}
         if module.ema is not None and module.ema.holds_average:
             weights["val_ema"] = module.ema.swapped
-        self.results = evaluate(
-            module.task,
-            self.display.evaluating(self.eval_loader),
-            prepare=lambda batch: module.augment({key: value.to(device) for key, value in batch.items()}, training=False),
-            autocast=module.autocast,
-            weights=weights,
-            device=device,
-        )
+        share_buffers(module.task)
+        try:
+            self.results = evaluate(
+                module.task,
+                self.display.evaluating(self.stop.watch(self.eval_loader)),
+                prepare=lambda batch: module.augment(
+                    {key: value.to(device) for key, value in batch.items()}, training=False
+                ),
+                autocast=module.autocast,
+                weights=weights,
+                device=device,
+            )
+        except StoppedError:
+            self.results = {}
+            return False
         for split, values in self.results.items():
             self.recorder.write(split, values, **self._axes(step))
         self.display.line(step, result_text(self.results))
         self._keep_score(module.task.monitor, step)
+        return True
 
-    def _keep_score(self, monitor: Any, step: int) -> None:
+    def _keep_score(self, monitor: Monitor, step: int) -> None:
+        """Ranks this evaluation among the earlier ones of each set of weights; ties keep the earlier, NaN never ranks."""
         best, best_step = dict(self.progress.best), dict(self.progress.best_step)
+        ranking = {key: list(entries) for key, entries in self.progress.ranking.items()}
         for split, values in self.results.items():
-            key = f"{split}/{monitor.name}"
-            if monitor.better(values[monitor.name], best.get(key)):
-                best[key], best_step[key] = values[monitor.name], step
-        self.progress = replace(self.progress, evaluated=step, best=best, best_step=best_step)
+            key, value = f"{split}/{monitor.name}", values[monitor.name]
+            if monitor.better(value, best.get(key)):
+                best[key], best_step[key] = value, step
+            entries = ranking.setdefault(key, [])
+            place = next((at for at, (other, _) in enumerate(entries) if monitor.better(value, other)), len(entries))
+            if value == value:
+                entries.insert(place, [value, step])
+            del entries[self.machine.keep_best :]
+        self.progress = replace(self.progress, evaluated=step, best=best, best_step=best_step, ranking=ranking)
+
+    def _ranks(self, step: int) -> bool:
+        """Whether an evaluation at this step is among the best that are kept."""
+        return any(at == step for entries in self.progress.ranking.values() for _, at in entries)
 
     def save(self, trainer: pl.Trainer, module: Module) -> None:
-        """Entered by all ranks; rank 0 writes. An error of the writer ends the run on all of them."""
-        if module.step == self._saved_step:
+        """Entered by all ranks; rank 0 writes, beside the training. An error of the writer ends the run on all of them, at
+        the next step or save."""
+        if self._saved == (module.step, self.progress.evaluated):
             return
         self.progress = replace(self.progress, step=module.step, images=module.images_seen, attempt=self.run.attempt)
-        state = checkpoint.collect(module.task, _optimizer(trainer), module.ema)
-        state["preprocessing"] = dict(self.preprocessing)
-        error = None
+        self._finish_writing()  # at most one write at a time
+        state = checkpoint.collect(module.task, _optimizer(trainer), module.ema, keep=trainer.is_global_zero)
+        guard = module.guard.state_dict()
         if trainer.is_global_zero:
-            bests = [split for split in self.results if self._is_best(split, module.step)]
-            try:
-                checkpoint.save(
+            state |= {"guard": guard, "preprocessing": dict(self.preprocessing)}
+            ranked = {int(at) for entries in self.progress.ranking.values() for _, at in entries}
+            self.writer.start(
+                partial(
+                    checkpoint.save,
                     self.run.checkpoints,
                     state,
                     self.progress,
                     config=self.config_text,
                     versions=package_versions(),
-                    best_of=bests,
+                    best_of=[split for split in self.results if self._is_best(split, module.step)],
+                    keep=checkpoint.Keep(
+                        last=self.machine.keep_last,
+                        every=self.machine.keep_every_steps,
+                        steps=ranked if self.machine.keep_best > 1 else (),  # a single best has its own name
+                    ),
                 )
-            except OSError as caught:
-                error = str(caught)
+            )
+        self._saved = (module.step, self.progress.evaluated)
+
+    def _finish_writing(self) -> None:
+        """Waits for the write that is under way; its error is raised on all ranks. Entered by all of them."""
+        error = None
+        try:
+            self.writer.wait()
+        except OSError as caught:
+            error = str(caught)
         if (error := broadcast(error)) is not None:
             raise OSError(error)
-        self._saved_step = module.step
 
     def _is_best(self, split: str, step: int) -> bool:
         return any(key.startswith(f"{split}/") and at == step for key, at in self.progress.best_step.items())
@@ -213,3 +361,30 @@ class AfterStep(pl.Callback):
 
 def _optimizer(trainer: pl.Trainer) -> torch.optim.Optimizer:
     return trainer.optimizers[0]
+
+
+def newest_checkpoint(folder: Path, *, is_main: bool) -> tuple[Path, checkpoint.Progress] | None:
+    """What rank 0 finds to continue from, for all ranks; damaged files that were passed over are named.
+
+    Raises CheckpointError on all ranks: where nothing can be read, and where another rank does not see the same file.
+    """
+    found, error = None, None
+    if is_main:
+        try:
+            found = checkpoint.newest(folder)
+        except checkpoint.CheckpointError as caught:
+            error = caught
+    found, error = broadcast((found, error))
+    if error is not None:
+        raise error
+    if found is None:
+        return None
+    path, progress, damaged = found
+    if is_main:
+        for word in damaged:
+            print(f"passed over a damaged checkpoint: {word}", flush=True)
+    if not path.exists():
+        raise checkpoint.CheckpointError(
+            f"{path} is on the first node alone: out= must lie on a file system of all nodes"
+        )
+    return path, progress
