@@ -7,8 +7,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitfw.config import find_file, load, names_of
 from vitfw.models.variants import ModelConfig
+from vitfw.optim import resolve_learning_rate
+from vitfw.schedules import Length, learning_rate
 from vitfw.seeding import derive
+from vitfw.tasks import build_task
 from vitfw.tasks.mae import MaeConfig, MaeTask, build_mae
 
 SMALL = {"decoder_width": 24, "decoder_depth": 2, "decoder_heads": 2}
@@ -336,3 +340,38 @@ def test_impossible_encoders_are_refused(model: ModelConfig, options: dict, text
         model = ModelConfig(variant=model.variant)
     with pytest.raises(ValueError, match=text):
         small_task(model=model, num_classes=3, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in names_of("recipes") if name.startswith("mae_")])
+def test_recipes_build_and_state_their_cost(name: str) -> None:
+    """The ratio in a recipe's header is the one of its sizes; from S down, and for CIFAR, it is below half."""
+    config = load([f"recipe={name}"])
+    with torch.device("meta"):
+        task = build_task(config.task, config.model, num_classes=10 if "digits" in name else 1000)
+    if not isinstance(task, MaeTask):
+        return
+    encoder, decoder = task.macs()
+    assert f"Decoder / encoder cost: {decoder / encoder:.2f}" in find_file("recipes", name).read_text()
+    if not name.startswith(("mae_b", "mae_l", "mae_h")):
+        assert decoder < 0.5 * encoder
+
+
+@pytest.mark.parametrize("name", ["mae_b", "mae_l", "mae_h", "mae_s", "mae_ti"])
+def test_recipes_have_the_published_schedule(name: str) -> None:
+    config = load([f"recipe={name}"])
+    rate = resolve_learning_rate(config.optim, config.train.global_batch)
+    assert rate.value == pytest.approx(2.4e-3)
+    length = Length(num_images=1_281_167, global_batch=4096, steps_per_epoch=312, total_steps=800 * 312)
+    points = {0.5: 3e-5, 1: 6e-5, 20: 1.2e-3, 40: 2.4e-3, 200: 2.147e-3, 420: 1.2e-3, 600: 3.873e-4, 800: 0.0}
+    for epoch, expected in points.items():
+        images = round(epoch * length.images_per_epoch)
+        assert learning_rate(config.optim, rate.value, images, length) == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    assert (config.optim.betas, config.optim.clip_norm, config.model.drop_path) == ((0.9, 0.95), None, 0.0)
+
+
+@pytest.mark.parametrize(("size", "decay", "peak"), [("b", 0.65, 2e-3), ("l", 0.75, 4e-3), ("h", 0.75, 4e-3)])
+def test_fine_tuning_has_the_published_settings(size: str, decay: float, peak: float) -> None:
+    config = load([f"recipe=mae_{size}_finetune"])
+    assert config.optim.layer_decay == decay
+    assert resolve_learning_rate(config.optim, config.train.global_batch).value == pytest.approx(peak)
+    assert (config.optim.no_decay, config.optim.norm_layer) == ("mae_finetune", "head")

@@ -5,13 +5,17 @@ from typing import Any
 
 from vitfw.models.variants import ModelConfig
 from vitfw.tasks.classify import ClassifyConfig, build_classify
+from vitfw.tasks.distill import DistillConfig, build_distill
 from vitfw.tasks.mae import MaeConfig, build_mae
+from vitfw.tasks.mae_probe import MaeProbeConfig, build_mae_probe
 from vitfw.tasks.task import Task, TaskConfig
 
 # name -> (its config dataclass, its builder (config, model config, num_classes of the data) -> task)
 TASKS: dict[str, tuple[type[TaskConfig], Callable[..., Task]]] = {
     "classify": (ClassifyConfig, build_classify),
+    "distill": (DistillConfig, build_distill),
     "mae": (MaeConfig, build_mae),
+    "mae_probe": (MaeProbeConfig, build_mae_probe),
 }
 
 

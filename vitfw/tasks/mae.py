@@ -14,10 +14,10 @@ from torchmetrics import Metric, SumMetric
 
 from vitfw.models.build import build_model
 from vitfw.models.decoder import Decoder, decoder_architecture
-from vitfw.models.layers import Linear
 from vitfw.models.masks import MaskKind, grid_side, kept_patches, numbers_needed, patch_order, split_order
 from vitfw.models.neighbours import NeighbourAccuracy
 from vitfw.models.patches import normalise_patches, take_patches
+from vitfw.models.probe_head import ProbeHead
 from vitfw.models.variants import ModelConfig
 from vitfw.models.vit import ViT, parameter_layers
 from vitfw.seeding import derive
@@ -69,18 +69,6 @@ class MaeConfig(TaskConfig):
             raise ValueError(f"task.neighbours={self.neighbours}: must be 0 (none) or more")
 
 
-class Probe(nn.Module):
-    """Features [B, D] -> logits [B, classes]: BatchNorm without scale and shift, then linear, as in MAE's probe."""
-
-    def __init__(self, width: int, num_classes: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width, eps=1e-6, affine=False)
-        self.head = Linear(width, num_classes, init="timm", role="head", std=0.01)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.head(self.norm(features.float()))
-
-
 class MaeTask(Task):
     """Owns encoder, decoder and, where there are labels, a probe that never sends a gradient into the encoder."""
 
@@ -91,7 +79,7 @@ class MaeTask(Task):
         super().__init__()
         self.encoder, self.decoder, self.config = encoder, decoder, config
         self.label_classes = num_classes  # Task.num_classes stays None: labels must come unmixed
-        self.probe = Probe(encoder.embed_dim, num_classes) if config.probe and num_classes else None
+        self.probe = ProbeHead(encoder.embed_dim, num_classes) if config.probe and num_classes else None
 
     def losses(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Batch -> `loss`, mean squared error on the removed patches; the probe's own loss and accuracy (percent)."""
@@ -138,6 +126,10 @@ class MaeTask(Task):
     def grid(self, images: Tensor) -> tuple[int, int]:
         """Patches down and across."""
         return images.shape[2] // self.encoder.patch_size[0], images.shape[3] // self.encoder.patch_size[1]
+
+    def after_step(self, progress: float) -> None:
+        if self.probe is not None:
+            self.probe.average_statistics()
 
     def measures(self) -> dict[str, Metric]:
         # sums in float64, so that the result is the same for any split; MeanMetric drops its weights where NaN may pass
