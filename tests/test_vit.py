@@ -110,6 +110,20 @@ def test_parameter_layers():
     assert parameter_layers(small(), final_norm="head")["norm.weight"] == 4
 
 
+@pytest.mark.parametrize("variant", ["dinov3_b16_qkvb", "eva02_b16", "siglip_b16", "vit_b16_reg4_gap", "sam_b16"])
+def test_explicit_and_fused_attention_agree_in_every_family(variant):
+    options = {"qk_norm": True} | ({"global_blocks": (1,), "window": 2} if variant == "sam_b16" else {})
+    fused, explicit = (small(variant, attention=kind, **options).eval() for kind in ("fused", "explicit"))
+    for parameter in fused.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    explicit.load_state_dict(fused.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(explicit(images), fused(images), atol=1e-4, rtol=1e-4)
+    explicit(images).square().sum().backward(), fused(images).square().sum().backward()
+    for a, b in zip(explicit.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-2, rtol=1e-2)
+
+
 def test_explicit_and_fused_attention_agree_and_auto_is_explicit_under_bfloat16():
     fused, explicit = small(attention="fused").eval(), small(attention="explicit").eval()
     explicit.load_state_dict(fused.state_dict())
@@ -191,6 +205,28 @@ def test_other_families_come_from_timm(name):
     assert model(images, output="pooled").shape == (2, model.embed_dim)
     with pytest.raises(ValueError, match="gives logits or pooled"):
         model(images, output="tokens")
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224"])
+def test_timm_models_materialise_completely(name):
+    config = ModelConfig(variant=f"timm:{name}", image_size=32)
+    with torch.device("meta"):
+        model = build_model(config, num_classes=5)
+    materialise(model, "cpu")
+    assert all(t.isfinite().all() for t in model.state_dict().values())
+    logits = model.eval()(torch.randn(2, 3, 32, 32))
+    assert logits.isfinite().all()
+    direct = build_model(config, num_classes=5).state_dict()
+    for key, value in model.state_dict().items():
+        if value.is_floating_point() and value.numel() > 1000:
+            assert value.std().item() == pytest.approx(direct[key].std().item(), rel=0.3, abs=1e-7), key
+
+
+def test_timm_models_that_cannot_be_materialised_say_so_instead_of_training_on_garbage():
+    with torch.device("meta"):
+        model = build_model(ModelConfig(variant="timm:convnext_atto", image_size=32), num_classes=5)
+    with pytest.raises(ValueError, match=r"timm:convnext_atto cannot be built on the meta device: .*gamma"):
+        materialise(model, "cpu")
 
 
 def test_dropout_and_drop_path_are_off_in_evaluation():

@@ -148,6 +148,21 @@ def test_names_can_be_allowed_to_miss_and_to_be_left_out(tmp_path):
         load(model, tmp_path / "file.pth")
 
 
+def test_less_than_95_percent_of_the_backbone_is_refused_whatever_is_allowed(tmp_path):
+    state = {k: v for k, v in small().state_dict().items() if not k.startswith("blocks.1.")}
+    torch.save(state, tmp_path / "file.pth")
+    with pytest.raises(ValueError, match=r"only [56]\d\.\d % of the backbone's parameters, 95 % are needed"):
+        load(small(), tmp_path / "file.pth", LoadConfig(fresh=(r"blocks\.1\..*",)))
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    state = small().state_dict()
+    state["blocks.1.mlp.fc1.bias"] = torch.full((192,), float("nan"))
+    torch.save(state, tmp_path / "file.pth")
+    with pytest.raises(ValueError, match=r"not finite: blocks\.1\.mlp\.fc1\.bias"):
+        load(small(), tmp_path / "file.pth")
+
+
 # Safety
 
 
@@ -330,6 +345,7 @@ def test_final_norm_of_another_place_needs_a_decision(tmp_path):
         load(model, tmp_path / "file.pth")
     report = load(model, tmp_path / "file.pth", LoadConfig(final_norm="fresh"))
     assert report.fresh == ("fc_norm.weight", "fc_norm.bias")
+    assert report.dropped == ("norm.weight", "norm.bias")
     assert torch.equal(model.fc_norm.weight, torch.ones(48))
     load(model, tmp_path / "file.pth", LoadConfig(final_norm="move"))
     assert torch.equal(model.fc_norm.weight, original.norm.weight)

@@ -53,6 +53,8 @@ def build_model(config: ModelConfig, *, num_classes: int) -> nn.Module:
 
 def materialise(model: nn.Module, device: torch.device | str) -> nn.Module:
     """Allocates a model built on the meta device and initialises it, module after module in `modules()` order."""
+    if isinstance(model, TimmModel):
+        return _materialise_timm(model, device)
     model.to_empty(device=device)
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -62,6 +64,36 @@ def materialise(model: nn.Module, device: torch.device | str) -> nn.Module:
                 raise ValueError(f"{name or type(module).__name__} owns tensors but has no reset_parameters()")
             reset()
     return model
+
+
+def _materialise_timm(model: TimmModel, device: torch.device | str) -> TimmModel:
+    """timm initialises in `reset_parameters`, `init_weights` and `init_non_persistent_buffers`, each model in its own mix. So
+    memory is filled with a mark first, and a mark that is left is an error instead of training on garbage."""
+    model.to_empty(device=device)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.fill_(_mark(tensor))
+        for module in model.net.modules():
+            for method in ("reset_parameters", "init_non_persistent_buffers"):
+                if callable(initialise := getattr(module, method, None)):
+                    initialise()
+        if callable(initialise := getattr(model.net, "init_weights", None)):
+            initialise()
+    # a NaN is the only number that differs from itself
+    left = [name for name, t in tensors.items() if bool((t != t if t.is_floating_point() else t == _mark(t)).any())]
+    if left:
+        raise ValueError(
+            f"timm:{model.name} cannot be built on the meta device: {', '.join(left[:4])} stay without a start value; build it "
+            "on a real device"
+        )
+    return model
+
+
+def _mark(tensor: Tensor) -> float:
+    if tensor.is_floating_point():
+        return float("nan")
+    return 0 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
 
 
 def _build_timm(config: ModelConfig, num_classes: int) -> TimmModel:

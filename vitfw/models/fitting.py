@@ -32,6 +32,10 @@ def fit_patch_embed(state: State, own: Mapping[str, Tensor], resized: MutableMap
         return
     weight, target = state[name], own[name].shape
     if weight.ndim == 2:
+        if weight.shape[1] != target[1:].numel():
+            raise MisfitError(
+                f"{name} is a flat matrix {list(weight.shape)}, which fits patches {list(target[1:])} only"
+            )
         weight = weight.reshape(len(weight), target[1], *target[2:])
     if weight.shape[1] != target[1]:
         resized[f"{name} (channels)"] = f"{weight.shape[1]} -> {target[1]}"

@@ -168,12 +168,15 @@ def _from_transformers(config: Mapping[str, Any]) -> Architecture:
 
 
 def architecture_from_plain(values: Mapping[str, Any]) -> Architecture:
-    """The inverse of `dataclasses.asdict` after a trip through JSON."""
-    return Architecture(**_tuples(values))
+    """The inverse of `dataclasses.asdict` after a trip through JSON. Raises ValueError for keys it does not know."""
+    return Architecture(**_known(values, Architecture))
 
 
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON and YAML turn tuples into lists."""
+def _known(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """The values as `kind` takes them: JSON and YAML turn tuples into lists."""
+    unknown = set(values) - {field.name for field in dataclasses.fields(kind)}
+    if unknown:
+        raise ValueError(f"the file was written by another version: unknown model options {', '.join(sorted(unknown))}")
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
@@ -241,7 +244,7 @@ def _section(tree: Mapping[str, Any]) -> ModelConfig | None:
     import yaml
 
     section = (yaml.safe_load(tree["config"]) or {}).get("model")
-    return None if section is None else ModelConfig(**_tuples(section))
+    return None if section is None else ModelConfig(**_known(section, ModelConfig))
 
 
 def _find_state(tree: Any, which: Which, place: str, entry: str = "") -> tuple[State, str]:

@@ -94,8 +94,9 @@ def _apply(
     own = dict(model.state_dict(keep_vars=True))
     state, dropped = _without(told.state, config.ignore)
     resized: dict[str, str] = {}
-    moved = _final_norm(state, own, config)
     try:
+        new_norm, old_norm = _final_norm(state, own, config)
+        dropped += old_norm
         dropped += fit_qkv_bias(state, own)
         dropped += _mask_token(state, own, mae=told.dialect == "mae")
         fit_patch_embed(state, own, resized)
@@ -104,14 +105,15 @@ def _apply(
     except MisfitError as error:
         raise ValueError(f"weights={source.place}: {error}") from None
     missing = [name for name in own if name not in state]
-    fresh = [name for name in missing if HEAD.fullmatch(name) or name in moved or _matches(name, config.fresh)]
+    fresh = [name for name in missing if HEAD.fullmatch(name) or name in new_norm or _matches(name, config.fresh)]
     fresh += [name for name in missing if name == "mask_token"]
     _refuse_gaps(source, own, state, [name for name in missing if name not in fresh])
     taken = [name for name in own if name in state]
     coverage = _coverage(own, taken)
-    if coverage < MINIMUM_COVERAGE and not config.fresh:
+    if coverage < MINIMUM_COVERAGE:
         raise ValueError(
-            f"weights={source.place}: only {100 * coverage:.1f} % of the backbone's parameters are in the file"
+            f"weights={source.place}: the file has only {100 * coverage:.1f} % of the backbone's parameters, "
+            f"{100 * MINIMUM_COVERAGE:.0f} % are needed; start without weights instead"
         )
     with torch.no_grad():
         for name in taken:
@@ -142,24 +144,26 @@ def _without(state: State, ignore: Sequence[str]) -> tuple[State, list[str]]:
     return {name: value for name, value in state.items() if name not in dropped}, dropped
 
 
-def _final_norm(state: State, own: Mapping[str, Tensor], config: LoadConfig) -> list[str]:
-    """The final norm may stand on the tokens (`norm`) or on the pooled vector (`fc_norm`); returns names that start
-    fresh.
+def _final_norm(state: State, own: Mapping[str, Tensor], config: LoadConfig) -> tuple[list[str], list[str]]:
+    """The final norm may stand on the tokens (`norm`) or on the pooled vector (`fc_norm`).
+
+    Returns the model's names that start fresh, and the file's that are left out.
     """
     for theirs, ours in (("norm", "fc_norm"), ("fc_norm", "norm")):
-        if f"{theirs}.weight" in state and f"{theirs}.weight" not in own and f"{ours}.weight" in own:
-            if config.final_norm == "same":
-                where = {"norm": "tokens", "fc_norm": "pooled"}
-                raise ValueError(
-                    f"the file's final norm is {theirs!r}, the model's {ours!r}: set model.final_norm={where[theirs]}, "
-                    "or load.final_norm=move (keep its numbers in the new place) or fresh (start it anew, as MAE does)"
-                )
-            for name in [name for name in state if name.startswith(f"{theirs}.")]:
-                value = state.pop(name)
-                if config.final_norm == "move":
-                    state[name.replace(theirs, ours, 1)] = value
-            return [] if config.final_norm == "move" else [f"{ours}.weight", f"{ours}.bias"]
-    return []
+        if f"{theirs}.weight" not in state or f"{theirs}.weight" in own or f"{ours}.weight" not in own:
+            continue
+        if config.final_norm == "same":
+            where = {"norm": "tokens", "fc_norm": "pooled"}
+            raise MisfitError(
+                f"the file's final norm is {theirs!r}, the model's {ours!r}: set model.final_norm={where[theirs]}, or "
+                "load.final_norm=move (keep its numbers in the new place) or fresh (start it anew, as MAE does)"
+            )
+        names = [name for name in state if name.startswith(f"{theirs}.")]
+        values = [state.pop(name) for name in names]
+        if config.final_norm == "fresh":
+            return [name for name in own if name.startswith(f"{ours}.")], names
+        state.update({name.replace(theirs, ours, 1): value for name, value in zip(names, values, strict=True)})
+    return [], []
 
 
 def _mask_token(state: State, own: Mapping[str, Tensor], *, mae: bool) -> list[str]:
@@ -181,6 +185,9 @@ def _refuse_gaps(source: Source, own: Mapping[str, Tensor], state: State, missin
         for name in own
         if name in state and state[name].shape != own[name].shape
     ]
+    broken = [name for name in own if name in state and not state[name].isfinite().all()]
+    if broken:
+        raise ValueError(f"weights={source.place}: not finite: {some(broken, 4)}; take an earlier checkpoint")
     if not (missing or unexpected or shapes):
         return
     depths = [_depth(names) for names in (state, own)]
