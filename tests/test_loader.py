@@ -1,5 +1,6 @@
 """Loaders: the same batches for any ranks and workers, exact resume after any death, bad images counted."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from make_shards import make_folder, make_shards, noisy, to_uint8
+from make_shards import make_folder, make_shards, noisy, picture, to_uint8, write_tar
 from PIL import ImageFile
 
 from vitfw.data.index import open_samples
@@ -53,7 +54,7 @@ def run(samples, *, world, device, workers, start=(0, 0), epochs=1, steps=None, 
     return found[:steps]
 
 
-def test_layouts__bit_equal_for_all_ranks_and_workers(tmp_path):
+def test_layouts__p84_bit_equal_for_all_ranks_and_workers(tmp_path):
     samples = open_samples(make_shards(tmp_path, [7, 11, 2]))
     wanted = run(samples, world=1, device=4, workers=0, epochs=2)
     assert len(wanted) == 10
@@ -251,8 +252,6 @@ def test_trace__keys_of_each_batch(tmp_path):
 
 
 def test_labels__multi_label_batches(tmp_path):
-    from make_shards import picture, write_tar
-
     members = []
     for number in range(4):
         members += [
@@ -321,3 +320,44 @@ def test_section__open_data_compares_the_classes(tmp_path):
 def test_section__refused(options, words):
     with pytest.raises(ValueError, match=words):
         DataConfig(**options)
+
+
+def test_layouts__p32_one_shard_many_workers(tmp_path):
+    samples = open_samples(make_shards(tmp_path, [12]))
+    for world, workers in ((1, 2), (2, 0), (2, 2)):
+        loaders = [build(samples, rank=rank, world=world, device=2, workers=workers) for rank in range(world)]
+        ranks = [[row for batch in loader for row in batch["index"].tolist()] for loader in loaders]
+        assert (
+            sorted(row for rows in ranks for row in rows) == list(range(12)) and len({len(rows) for rows in ranks}) == 1
+        )
+
+
+def anonymous_memory(pids: list[int]) -> int:
+    """Bytes of data (not of mapped files) in use by processes, pages that several of them share counted once in all."""
+    total = 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return total * 1024
+
+
+def test_memory__p86_flat_over_ten_epochs(tmp_path):
+    """Main process and two workers together; benchmarks/data_memory.py does the same with 20,000 samples an epoch."""
+    pixels = io.BytesIO()
+    np.save(pixels, np.zeros((2, 2, 3), np.uint8))
+    samples = open_samples(
+        str(write_tar(tmp_path / "s.tar", [(f"{n:06d}.npy", pixels.getvalue()) for n in range(4000)]))
+    )
+    data = DataConfig()
+    order = build_train_order(samples, data=data, seed=0, global_batch=500, images_per_device=500)
+    loader = build_train_loader(samples, unchanged, data=data, order=order, workers=2, image_size=2)
+    used = []
+    for _ in range(10):
+        assert sum(len(batch["index"]) for batch in loader) == 4000
+        workers = loader.loader._iterator._workers  # type: ignore[union-attr]
+        used.append(anonymous_memory([os.getpid(), *(worker.pid for worker in workers)]))
+    assert max(used[2:]) - used[1] < 10e6
+
+
+def unchanged(image):
+    return image

@@ -118,7 +118,8 @@ def build_train_loader(
     loader = _torch_loader(dataset, order, processes, ready, pin_memory)
     file = folder / f"bad-images-rank{order.rank}.jsonl" if folder is not None else None
     ledger = Ledger(data.bad_limit, len(samples), order.world, file, report)
-    return Loader(loader, samples, ledger, order=order, trace=_trace_file(data, folder, "train", order.rank))
+    trace = _trace_file(data, folder, "train", order.rank)
+    return Loader(loader, samples, ledger, order=order, trace=trace)
 
 
 def build_eval_loader(

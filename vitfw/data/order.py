@@ -175,6 +175,8 @@ class TrainOrder:
             rows = quota_order(self.groups, self.shares, self.num_samples, seed=self.seed, epoch=epoch)
         else:
             rows = epoch_order(self.shard_sizes, seed=self.seed, epoch=epoch, window=self.window)
+        if self.repeats == 1:
+            return rows, np.zeros(len(rows), np.int8)
         repeat = np.tile(np.arange(self.repeats), self.distinct)[: self.num_samples]
         return np.repeat(rows[: self.distinct], self.repeats)[: self.num_samples], repeat
 
