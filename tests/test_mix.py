@@ -38,6 +38,11 @@ def test_normalise_equals_torchvision() -> None:
     assert given_batch["image"].dtype == torch.uint8  # the loader's batch is left alone
 
 
+def test_a_training_batch_says_how_it_is_normalised() -> None:
+    out = BatchAugment(AugmentConfig(policy="deit"))(batch(3), training=True)
+    torch.testing.assert_close(out["normalisation"], torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]))
+
+
 def test_evaluation_is_never_augmented() -> None:
     augment = BatchAugment(AugmentConfig(mixup=0.8, cutmix=1.0, erasing=1.0), num_classes=10, smoothing=0.1)
     torch.manual_seed(0)

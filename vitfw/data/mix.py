@@ -19,6 +19,7 @@ class BatchAugment(nn.Module):
 
     scale: Tensor
     shift: Tensor
+    normalisation: Tensor
 
     def __init__(
         self, config: AugmentConfig, *, channels: int = 3, num_classes: int | None = None, smoothing: float = 0.0
@@ -34,18 +35,25 @@ class BatchAugment(nn.Module):
                 "no class labels to mix; set all three to 0"
             )
         self.config, self.num_classes, self.smoothing = config, num_classes, smoothing
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in statistics(config, channels))
+        normalisation = torch.tensor(statistics(config, channels))
+        mean, std = normalisation[:, :, None, None]
+        self.register_buffer("normalisation", normalisation, persistent=False)
         self.register_buffer("scale", 1 / (255 * std), persistent=False)
         self.register_buffer("shift", -mean / std, persistent=False)
 
     def forward(self, batch: Batch, *, training: bool) -> Batch:
-        """`image` uint8 [B, C, H, W] -> float32; `label` int64 [B] or float [B, K] -> the same or soft [B, K]."""
+        """`image` uint8 [B, C, H, W] -> float32; `label` int64 [B] or float [B, K] -> the same or soft [B, K].
+
+        In training the batch also says how its images are normalised, for networks that want it otherwise:
+        `normalisation` float32 [2, C], mean and deviation.
+        """
         image = batch["image"]
         if image.dtype != torch.uint8:
             raise ValueError(f"batch image: dtype {image.dtype}; the loader hands over uint8")
         image = image.float().mul_(self.scale.to(image.device)).add_(self.shift.to(image.device))
         if not training:
             return batch | {"image": image}
+        batch = batch | {"normalisation": self.normalisation.to(image.device)}
         if self.config.erasing:
             image = erase(image, self.config.erasing, self.config.erasing_mode)
         label = batch.get("label")
