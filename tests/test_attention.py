@@ -1,5 +1,6 @@
 """Attention and blocks: windows, capture, masks, rotary layouts, drop-path, initialisations, and no causal mask."""
 
+import copy
 import math
 
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import strategies as st
 from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from vitfw.models.attention import from_windows, to_windows
-from vitfw.models.blocks import Context, residual
+from vitfw.models.blocks import Block, Context, residual
 from vitfw.models.build import build_model
 from vitfw.models.positions import rope_table, rotate
 from vitfw.models.variants import ModelConfig
-from vitfw.models.vit import ViT
+from vitfw.models.vit import ViT, parameter_layers
 
 SMALL = {"image_size": 32, "patch_size": 8, "width": 48, "depth": 3, "heads": 4}
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -302,6 +304,20 @@ def test_pre_head_layer():
 def test_compiles_without_a_graph_break(variant):
     model = noisy(small(variant=variant, depth=1))
     with torch.no_grad():
-        expected = model(IMAGES)  # also fills the rotary table
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(IMAGES), expected, atol=1e-5, rtol=1e-5)
+        logits = torch.compile(model, fullgraph=True, backend="eager")(IMAGES)
+        torch.testing.assert_close(logits, model(IMAGES), atol=1e-5, rtol=1e-5)
+
+
+def test_activation_checkpointing_and_copies_change_nothing():
+    model = small(variant="dinov3_b16", drop_path=0.5, drop_path_mode="constant")
+    torch.manual_seed(0)
+    model(IMAGES).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    apply_activation_checkpointing(twin, check_fn=lambda module: isinstance(module, Block))
+    torch.manual_seed(0)
+    twin(IMAGES).square().sum().backward()
+    for gradient, parameter in zip(expected, twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert list(parameter_layers(twin).values()) == list(parameter_layers(model).values())
