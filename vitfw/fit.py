@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as pl
-
 from vitfw import checkpoint
 from vitfw.config import Config
 from vitfw.data.augment import eval_transform, train_transform
@@ -25,7 +23,7 @@ from vitfw.report.progress import ProgressDisplay
 from vitfw.report.recorder import Recorder
 from vitfw.run import Run
 from vitfw.tasks.task import Batch, Monitor
-from vitfw.trainer import AfterStep, build_trainer, newest_checkpoint
+from vitfw.trainer import AfterStep, Trainer, build_trainer, newest_checkpoint
 
 
 class RestOfRun:
@@ -51,7 +49,7 @@ class RestOfRun:
 class Fit:
     """A run ready to go on from `after_step.progress`."""
 
-    trainer: pl.Trainer
+    trainer: Trainer
     module: Module
     loader: RestOfRun
     eval_loader: Loader | None

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -65,6 +66,20 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         block.compile()
 
 
+def normalise_in_float32(norm: Any) -> None:
+    """Lets a norm read bfloat16 weights as float32, as autocast does on a GPU; on the CPU it leaves the weights alone and
+    torch refuses the mixture."""
+
+    def forward(x: Tensor) -> Tensor:
+        weight = None if norm.weight is None else norm.weight.float()
+        if isinstance(norm, nn.RMSNorm):
+            return F.rms_norm(x.float(), norm.normalized_shape, weight, norm.eps)
+        bias = None if norm.bias is None else norm.bias.float()
+        return F.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps)
+
+    norm.forward = forward
+
+
 def shard_mesh(machine: MachineConfig, launch: Launch) -> DeviceMesh:
     """All processes in one line (fsdp2), or copies x shards (hsdp), where neighbours share a copy."""
     device = "cuda" if uses_gpu(machine) else "cpu"
@@ -86,6 +101,10 @@ def shard(task: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, *, red
     if reduced:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in blocks:
+        if reduced:
+            for norm in block.modules():
+                if type(norm) in (nn.LayerNorm, nn.RMSNorm):
+                    normalise_in_float32(norm)
         fully_shard(block, mp_policy=policy, **whole)
     for network in task.children():  # so that a network can be called by itself as well
         if next(network.parameters(), None) is not None:

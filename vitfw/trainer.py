@@ -32,6 +32,7 @@ from vitfw.schedules import Length
 from vitfw.tasks.task import Batch, Monitor
 
 ROWS = 512  # micro-batches whose rows are remembered for the record of skipped steps
+Trainer = pl.Trainer
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
