@@ -15,6 +15,7 @@ import torch
 from make_shards import make_folder, make_shards, noisy, picture, to_uint8, write_tar
 from PIL import ImageFile
 
+from vitfw.data.augment import AugmentConfig, train_transform
 from vitfw.data.index import open_samples
 from vitfw.data.loader import build_eval_loader, build_train_loader
 from vitfw.data.section import DataConfig, build_train_order, open_data, open_split
@@ -75,6 +76,20 @@ def test_layouts__p84_bit_equal_for_all_ranks_and_workers(tmp_path):
     ]
     assert sorted(by_epoch[0]) == sorted(by_epoch[1]) == list(range(20))
     assert not any(torch.equal(by_epoch[0][i], by_epoch[1][i]) for i in range(20))
+
+
+@pytest.mark.parametrize("policy", ["deit", "mae"])
+def test_layouts__real_policies_on_jpegs_are_bit_equal_in_workers(tmp_path, policy):
+    members = [(f"{number}.jpg", picture(number, 90, "JPEG")) for number in range(12)]
+    samples = open_samples(str(write_tar(tmp_path / "s.tar", members)))
+    transform = train_transform(AugmentConfig(policy=policy), size=(32, 32))
+    found = []
+    for workers in (0, 2):
+        data = DataConfig()
+        order = build_train_order(samples, data=data, seed=0, global_batch=4, images_per_device=4)
+        loader = build_train_loader(samples, transform, data=data, order=order, workers=workers, image_size=32)
+        found.append(torch.cat([batch["image"].clone() for _ in range(2) for batch in loader]))
+    assert torch.equal(*found)
 
 
 def test_repeats__copies_have_different_pixels(tmp_path):
@@ -287,6 +302,22 @@ def test_section__subsets_balance_and_weights(tmp_path):
     with pytest.raises(ValueError, match=r"data.weights=\(1.0,\) has 1 numbers, data.train 2 patterns"):
         wrong = DataConfig(train=two.train, weights=(1.0,))
         build_train_order(open_split(wrong, "train"), data=wrong, seed=0, global_batch=2, images_per_device=2)
+
+
+def test_section__p31_broken_keys_stop_the_start_unless_told_to_skip(tmp_path):
+    members = [
+        ("0.png", picture(0)),
+        ("1.png", picture(1)),
+        ("0.cls", b"0"),
+        ("1.cls", b"0"),
+        ("2.png", picture(2)),
+        ("2.cls", b"0"),
+    ]
+    pattern = str(write_tar(tmp_path / "s.tar", members))
+    with pytest.raises(ValueError, match=r"(?s)s\.tar: the members of key '0'.*data.on_broken_key=skip"):
+        open_data(DataConfig(train=pattern))
+    with pytest.warns(UserWarning, match="2 problem"):
+        assert len(open_data(DataConfig(train=pattern, on_broken_key="skip"))[0]) == 1
 
 
 def test_section__open_data_compares_the_classes(tmp_path):

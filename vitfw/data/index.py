@@ -248,7 +248,7 @@ def _open_source(
     if problems:
         text = f"{len(problems)} problem(s) in the shards, the first of them:\n  " + "\n  ".join(problems[:3])
         if on_problem == "raise":
-            raise ValueError(f"{text}\n(data.on_bad_sample=skip leaves these samples out)")
+            raise ValueError(f"{text}\n(data.on_broken_key=skip leaves these samples out)")
         warnings.warn(f"{text}\nThese samples are left out.", stacklevel=3)
     starts = np.cumsum([0, *(len(result.table.offset) for result in results)])
     table = tables.join([result.table for result in results])

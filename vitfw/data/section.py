@@ -40,8 +40,9 @@ class DataConfig:
         default="none", metadata=_help("draws of a class: by its size, by the root of its size, or equal")
     )
     window: int = field(default=64, metadata=_help("shards whose samples are shuffled together; 0: all"))
-    on_bad_sample: Literal["raise", "skip"] = field(
-        default="skip", metadata=_help("an image that cannot be decoded, or a broken key")
+    on_bad_sample: Literal["raise", "skip"] = field(default="skip", metadata=_help("an image that cannot be decoded"))
+    on_broken_key: Literal["raise", "skip"] = field(
+        default="raise", metadata=_help("a key of a shard that is split, repeated, or lacks its image or label")
     )
     bad_limit: float = field(
         default=0.01, metadata=_help("share of bad images in an epoch that stops the run (one is always let pass)")
@@ -87,7 +88,7 @@ def open_split(data: DataConfig, split: Literal["train", "val"]) -> Samples:
     samples = open_samples(
         pattern,
         classes=data.classes,
-        on_problem=data.on_bad_sample,
+        on_problem=data.on_broken_key,
         cache=data.cache,
         cache_bytes=int(data.cache_gb * 1e9),
     )
