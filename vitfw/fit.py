@@ -16,12 +16,12 @@ from vitfw.models.export import export_checkpoint
 from vitfw.models.variants import input_size
 from vitfw.module import Module
 from vitfw.parallel import place
-from vitfw.preempt import StopRequest, ignore_signals
+from vitfw.preempt import MARKER, StopRequest, ignore_signals
 from vitfw.prepare import Prepared
 from vitfw.report.dashboard import Dashboard, start_wandb
 from vitfw.report.progress import ProgressDisplay
 from vitfw.report.recorder import Recorder
-from vitfw.run import Run
+from vitfw.run import Run, write_text
 from vitfw.tasks.task import Batch, Monitor
 from vitfw.trainer import AfterStep, Trainer, build_trainer, newest_checkpoint
 
@@ -60,7 +60,11 @@ class Fit:
         return self.after_step.progress
 
     def run(self) -> bool:
-        """Trains to the end (True), or until a stop was asked for (False)."""
+        """Trains to the end (True), or until a stop was asked for (False). A stop that came from outside leaves a marker in
+        the run folder for the launcher, until the next start."""
+        stop, marker = self.after_step.stop, self.after_step.run.folder / MARKER
+        if self.trainer.is_global_zero:
+            marker.unlink(missing_ok=True)
         try:
             if len(self.loader) or self.after_step.evaluation_pending:
                 with warnings.catch_warnings():  # Lightning looks for srun although it was told how the run was started
@@ -70,8 +74,10 @@ class Fit:
             self.after_step.recorder.close(status=1)
             raise
         finally:
-            self.after_step.stop.uninstall()
+            stop.uninstall()
         self.after_step.recorder.close(status=0)
+        if self.after_step.stopped and self.trainer.is_global_zero and stop.agreed_to_stop:
+            write_text(marker, f"{self.progress.step}\n")
         return not self.after_step.stopped
 
     def export(self) -> Path:

@@ -40,6 +40,7 @@ class StopRequest:
 
     def __init__(self, stop_signal: Literal["USR1", "USR2"] = "USR1", *, wall_minutes: float = 0.0) -> None:
         self.signal: int | None = None
+        self.agreed_to_stop = False  # whether all ranks have once agreed on it
         self.signals = (signal.SIGTERM, signal.SIGINT, getattr(signal, f"SIG{stop_signal}"))
         self.deadline = deadline(wall_minutes)
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -68,10 +69,9 @@ class StopRequest:
     def agreed(self, *, failed: bool = False) -> Answer:
         """Called by all ranks after each step: the same answer on all of them, one step after the first flag."""
         own = Answer.FAILED if failed else Answer.STOP if self.asked() else Answer.GO_ON
-        if self._group is None:
-            return own
-        answer = self._read()
-        if answer is Answer.GO_ON:
+        answer = own if self._group is None else self._read()
+        self.agreed_to_stop |= answer is Answer.STOP
+        if self._group is not None and answer is Answer.GO_ON:
             flag = torch.tensor([int(own)], dtype=torch.int32)
             self._pending = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag
         return answer
