@@ -2,8 +2,8 @@
 
     python benchmarks/data_memory.py --samples 20000 --epochs 10 --workers 2
 
-Prints, after each epoch, the data held by the main process and its workers (pages that several share are counted once;
-files mapped into memory, such as libraries, are left out, because their count depends on what else the machine runs).
+Prints, after each epoch, the data held by the main process and its workers together (pages that they share are counted
+in each; files mapped into memory, such as libraries, are left out).
 """
 
 import argparse
@@ -22,11 +22,11 @@ from vitfw.data.section import DataConfig, build_train_order
 
 
 def megabytes(pids: list[int]) -> float:
-    """Proportional share of anonymous and shared memory."""
+    """Anonymous memory."""
     kilobytes = 0
     for pid in pids:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+        kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
     return kilobytes / 1000
 
 

@@ -16,7 +16,7 @@ from make_shards import make_folder, make_shards, noisy, picture, to_uint8, writ
 from PIL import ImageFile
 
 from vitfw.data.augment import AugmentConfig, train_transform
-from vitfw.data.index import open_samples
+from vitfw.data.index import Samples, open_samples
 from vitfw.data.loader import build_eval_loader, build_train_loader
 from vitfw.data.section import DataConfig, build_train_order, open_data, open_split
 
@@ -363,12 +363,12 @@ def test_layouts__p32_one_shard_many_workers(tmp_path):
         )
 
 
-def anonymous_memory(pids: list[int]) -> int:
-    """Bytes of data (not of mapped files) in use by processes, pages that several of them share counted once in all."""
+def memory(pids: list[int], kind: str) -> int:
+    """Bytes of one kind of memory (a line of smaps_rollup), summed over processes."""
     total = 0
     for pid in pids:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        total += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+        total += sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
     return total * 1024
 
 
@@ -386,9 +386,34 @@ def test_memory__p86_flat_over_ten_epochs(tmp_path):
     for _ in range(10):
         assert sum(len(batch["index"]) for batch in loader) == 4000
         workers = loader.loader._iterator._workers  # type: ignore[union-attr]
-        used.append(anonymous_memory([os.getpid(), *(worker.pid for worker in workers)]))
-    assert max(used[2:]) - used[1] < 10e6
+        used.append(memory([os.getpid(), *(worker.pid for worker in workers)], "Anonymous"))
+    assert max(used[2:]) - used[1] < 10e6, used
 
 
 def unchanged(image):
     return image
+
+
+def test_memory__workers_share_the_index(tmp_path):
+    """An index of 130 MB is not copied into two workers, however many rows they look up."""
+    pixels = io.BytesIO()
+    np.save(pixels, np.zeros((2, 2, 3), np.uint8))
+    one = open_samples(str(write_tar(tmp_path / "s.tar", [("0.npy", pixels.getvalue())]))).table
+    count, key = 4_000_000, np.frombuffer(b"00000000", np.uint8)
+    table = one._replace(
+        offset=np.full(count, one.offset[0]),
+        size=np.full(count, one.size[0]),
+        key_end=np.arange(8, 8 * count + 8, 8),
+        key_text=np.tile(key, count),
+        label=np.zeros(count, np.int32),
+    )
+    samples = Samples([str(tmp_path / "s.tar")], np.array([0, count]), table)
+    assert table.num_bytes > 120e6
+    data = DataConfig()
+    order = build_train_order(samples, data=data, seed=0, global_batch=200, images_per_device=200)
+    loader = build_train_loader(samples, unchanged, data=data, order=order, workers=2, image_size=2)
+    batches = iter(loader)
+    for _ in range(20):
+        samples.place(int(next(batches)["index"][0]))
+    for worker in loader.loader._iterator._workers:  # type: ignore[union-attr]
+        assert memory([worker.pid], "Private_Dirty") < 80e6
