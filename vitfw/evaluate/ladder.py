@@ -97,7 +97,8 @@ def recommend(results: Sequence[RungResult]) -> Recommendation:
     if rung != best:
         text = (
             f"Use {rung}: {best} is ahead by {gap:.2f} points ({means[best]:.2f} against {means[rung]:.2f}), within "
-            f"the noise of {gap_noise(rung, best):.2f} ({base}), and trains {_times(results, best, rung)} the parameters."
+            f"the noise of {gap_noise(rung, best):.2f} ({base}), and trains "
+            f"{_times(results, best, rung)} the parameters."
         )
     elif rung == rungs[0]:
         nearest = max(rungs[1:], key=lambda other: means[other])

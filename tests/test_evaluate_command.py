@@ -1,0 +1,164 @@
+"""`vitfw eval`, `vitfw predict` and `vitfw probe` on the digits, with a small untrained network."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, log_loss
+
+from vitfw.data.index import open_samples
+from vitfw.evaluate.predictions import read_logits
+from vitfw.evaluate_command import evaluate_place, predict_images
+from vitfw.models.build import build_model
+from vitfw.models.export import export
+from vitfw.models.preprocess import Preprocessing
+from vitfw.models.variants import ModelConfig
+from vitfw.probe_command import probe_place
+
+DATA = "data/digits"
+QUICK = ["machine.workers=0", "machine.threads=1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    config = ModelConfig(variant="vit_ti2", image_size=8, in_channels=1, width=24, depth=2, heads=2)
+    folder = tmp_path_factory.mktemp("weights") / "export"
+    names = tuple(f"digit {number}" for number in range(10))
+    prepared = Preprocessing(size=(8, 8), mean=(0.5,), std=(0.5,), crop=1.0, class_names=names)
+    export(build_model(config, num_classes=10), folder, preprocessing=prepared)
+    return str(folder)
+
+
+def test_eval__equals_scikit_learn_on_the_saved_predictions(place: str, tmp_path: Path) -> None:
+    file = tmp_path / "predictions.csv"
+    words = [*QUICK, f"data.val={DATA}/val-*.tar", f"predictions={file}", f"out={tmp_path / 'out'}"]
+    results = evaluate_place(place, words)
+    labels, logits = read_logits(file)
+    samples = open_samples(f"{DATA}/val-*.tar")
+    assert labels.tolist() == [samples.label(row) for row in range(len(samples))]
+    found, probabilities = results["scores"], torch.from_numpy(logits).double().softmax(1).numpy()
+    assert found["acc1"] == pytest.approx(100 * accuracy_score(labels, logits.argmax(1)), abs=1e-12)
+    assert found["mean_class_acc"] == pytest.approx(100 * balanced_accuracy_score(labels, logits.argmax(1)), abs=1e-10)
+    assert found["nll"] == pytest.approx(log_loss(labels, probabilities), rel=1e-9)
+    assert found["images"] == results["images_in_set"] == len(samples)
+    assert np.array(results["confusion"]).sum() == len(samples) and len(results["classes"]) == 10
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["scores"] == found
+
+
+def test_eval__the_same_for_any_batch_and_workers(place: str, tmp_path: Path) -> None:
+    found = []
+    for number, words in enumerate(
+        (["machine.eval_images_per_device=7"], ["machine.eval_images_per_device=64", "machine.workers=1"])
+    ):
+        file = tmp_path / f"{number}.csv"
+        results = evaluate_place(place, [*QUICK[1:], f"data.val={DATA}/val-00000.tar", f"predictions={file}", *words])
+        found.append((results["scores"], read_logits(file)[1]))
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
+    exact = ("acc1", "acc5", "mean_class_acc", "images")
+    assert {name: found[0][0][name] for name in exact} == {name: found[1][0][name] for name in exact}
+    assert found[0][0]["nll"] == pytest.approx(found[1][0]["nll"], abs=1e-6)
+
+
+def test_eval__other_sizes_and_calibration(place: str) -> None:
+    words = [*QUICK, f"data.val={DATA}/val-00000.tar", f"calibrate={DATA}/val-00001.tar", "sizes=[8,12]"]
+    results = evaluate_place(place, words)
+    assert results["sizes"]["8"] == results["scores"] and results["sizes"]["12"] != results["scores"]
+    assert results["calibrated_on"].endswith("val-00001.tar") and results["calibrated"]["temperature"] > 0
+    assert results["calibrated"]["nll_calibrated"] < results["scores"]["nll"] + 0.05
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], r"data.val is not given"),
+        (["data.vall=x"], r"vall"),
+        (
+            [f"data.val={DATA}/val-*.tar", f"calibrate={DATA}/val-*.tar"],
+            r"is data.val itself: fitting there would flatter",
+        ),
+        ([f"data.val={DATA}/val-*.tar", "sizes=[9]"], r"size 9: not divisible by the patch"),
+        ([f"data.val={DATA}/val-*.tar", "crop=2"], r"crop=2.0: must lie in \(0, 1\]"),
+        (
+            [f"data.val={DATA}/val-*.tar", "robustness.frost=x"],
+            r"robustness.frost=x: only robustness.cifar_c=true reads it",
+        ),
+        ([f"data.val={DATA}/val-*.tar", "robustness.c=x"], r"robustness.c=x: x/gaussian_noise/1 is missing"),
+        (
+            [f"data.val={DATA}/val-*.tar", "robustness.v2=data/digits/val-00000.tar"],
+            r"classes are unknown to the model",
+        ),
+        (["--out=x"], r"--out=x: not of the form key=value"),
+    ],
+)
+def test_eval__mistakes_are_named(place: str, words: list[str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        evaluate_place(place, [*QUICK, *words])
+
+
+def test_predict__image_files_in_labels_out_as_eval_says(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = open_samples(f"{DATA}/val-00000.tar")
+    files = []
+    for row in range(3):
+        files.append(str(tmp_path / f"{row}.png"))
+        Image.open(io.BytesIO(samples.read(row))).save(files[-1])
+    evaluate_place(place, [*QUICK, f"data.val={DATA}/val-00000.tar", f"predictions={tmp_path / 'p.csv'}"])
+    _, logits = read_logits(tmp_path / "p.csv")
+    answers = predict_images(place, files, ["top=2"])
+    assert [answer[0][0] for answer in answers] == [f"digit {number}" for number in logits[:3].argmax(1)]
+    assert len(answers[0]) == 2 and f"{files[0]}\tdigit" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"nowhere.png: no such image file \(and 1 more\)"):
+        predict_images(place, ["nowhere.png", "neither.png"])
+
+
+def test_probe__chooses_alike_whatever_is_reported(place: str, tmp_path: Path) -> None:
+    """data.val is another set the second time: what is chosen, and on which images, stays the same."""
+    words = [
+        *QUICK,
+        "data.train=data/digits/train-*.tar",
+        f"features.folder={tmp_path}",
+        "methods=[probe,knn,logistic,few_shot]",
+        "probe.rates=[0.01,0.1]",
+        "probe.least_steps=100",
+        "logistic.strengths=[0.1,10]",
+        "knn.neighbours=[5]",
+        "few_shot.shots=[1,5]",
+        "few_shot.draws=2",
+    ]
+    first = probe_place(place, [*words, f"data.val={DATA}/val-00000.tar", f"out={tmp_path / 'out'}"])
+    second = probe_place(place, [*words, f"data.val={DATA}/val-00001.tar"])
+    assert set(first) == {"probe", "knn_5", "logistic", "few_shot"}
+    for name in ("probe", "logistic"):
+        assert first[name]["chosen"] == second[name]["chosen"] and first[name]["table"] == second[name]["table"]
+        assert "256 of 1,438 images held out of data.train" in first[name]["protocol"]
+        assert first[name]["scores"] != second[name]["scores"]
+    assert first["probe"]["scores"]["acc1"] > 30  # of an untrained network's features; chance is 10
+    assert first["few_shot"]["scores"]["5_shot"]["acc1"] > first["few_shot"]["scores"]["1_shot"]["acc1"]
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["knn_5"] == first["knn_5"]
+    assert len([one for one in tmp_path.iterdir() if (one / "values.npy").exists()]) == 3  # train once, two test sets
+
+
+def test_probe__augmented_views(place: str, tmp_path: Path) -> None:
+    words = [
+        *QUICK,
+        "data.train=data/digits/train-00000.tar",
+        f"data.val={DATA}/val-*.tar",
+        f"features.folder={tmp_path}",
+    ]
+    words += [
+        "features.views=2",
+        "features.policy=digits",
+        "methods=[probe]",
+        "probe.rates=[0.1]",
+        "probe.least_steps=50",
+    ]
+    found = probe_place(place, words)
+    assert "2 augmented views" in found["probe"]["protocol"]
+    with pytest.raises(ValueError, match=r"methods=\['kn'\]: one or more of probe, knn, logistic, few_shot"):
+        probe_place(place, [*words, "methods=[kn]"])
