@@ -7,6 +7,7 @@ import pickle
 import tarfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_shards import make_folder, make_shards, picture, write_tar
 
+from vitfw.data import stored
 from vitfw.data import table as tables
 from vitfw.data.folder import index_folder
 from vitfw.data.index import Samples, open_samples
 from vitfw.data.patterns import expand, expand_braces, slice_bounds, split_list, split_slice
+from vitfw.data.shard import index_shard
 from vitfw.data.shuffle import shuffled_rows
 from vitfw.data.tar import DamagedTarError, read_members
 
@@ -301,3 +304,18 @@ def test_warnings__none_for_sound_data(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         open_samples(make_shards(tmp_path, [2]))
+
+
+def test_index__ranks_that_start_together_build_once(tmp_path, monkeypatch):
+    pattern = make_shards(tmp_path, [5])
+    built = []
+
+    def slow(path, classes, **options):
+        built.append(path)
+        time.sleep(0.1)
+        return index_shard(path, classes, **options)
+
+    monkeypatch.setattr(stored, "index_shard", slow)
+    with ThreadPoolExecutor(4) as ranks:
+        found = list(ranks.map(lambda rank: len(open_samples(pattern, cache=str(tmp_path / "cache"))), range(4)))
+    assert found == [5] * 4 and len(built) == 1

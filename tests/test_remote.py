@@ -112,7 +112,7 @@ def test_http__retries_then_a_clear_end(web, tmp_path):
     ):
         open_samples(f"{address}/s00.tar", cache=str(tmp_path / "other"))
     assert not list((tmp_path / "other/shards").glob("*.tar"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=rf"{address}/none\.tar"):
         open_samples(f"{address}/none.tar", cache=str(tmp_path / "cache"))
 
 
@@ -254,7 +254,7 @@ def test_s3__glob_braces_read_and_train(bucket, tmp_path):
     assert sorted(row for batch in loader for row in batch["index"].tolist()) == list(range(8))
     with pytest.raises(FileNotFoundError, match="matches no file"):
         open_samples("s3://shards/none/*.tar", cache=str(tmp_path / "cache"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"s3://shards/none/x\.tar"):
         open_samples("s3://shards/none/x.tar", cache=str(tmp_path / "cache"))
 
 

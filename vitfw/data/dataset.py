@@ -138,7 +138,7 @@ class ImageDataset(Dataset[Sample]):
         box, interpolation = region.box(image.height, image.width), region.policy.interpolation
         if box is None:
             return region.finish(image)
-        if interpolation != "bicubic" and interpolation != "bilinear":
+        if image.mode not in ("L", "RGB") or (interpolation != "bicubic" and interpolation != "bilinear"):
             return region.finish(image.crop((box[1], box[0], box[1] + box[3], box[0] + box[2])))
         part = read_part(image, box, region.size, interpolation)
         if region.policy.operations or region.policy.color_jitter:

@@ -32,6 +32,7 @@ class Samples:
 
     names: S files or folders. starts [S + 1]: first row of each. sources [S]: which pattern of the list a shard came
     from. classes: their names, if known. num_classes: their number, else the largest label + 1; 0 without labels.
+    labelled: false for images without labels (pretraining).
     Files are opened on first use in each process, and the object pickles and forks cheaply.
     """
 
@@ -56,6 +57,7 @@ class Samples:
         self._open_files: OrderedDict[str, int] = OrderedDict()
         self._check_labels()
         values = self.table.label_value if self.multi_label else self.table.label
+        self.labelled = self.multi_label or bool((self.table.label >= 0).any())
         highest = int(values.max()) + 1 if len(values) else 0
         self.num_classes = len(classes) if classes is not None else highest if num_classes is None else num_classes
 
@@ -78,11 +80,6 @@ class Samples:
     def multi_label(self) -> bool:
         """Each sample has a set of labels instead of one."""
         return len(self.table.label_end) > 0
-
-    @property
-    def labelled(self) -> bool:
-        """False for images without labels (pretraining)."""
-        return self.multi_label or bool((self.table.label >= 0).any())
 
     @property
     def labels(self) -> np.ndarray:

@@ -111,7 +111,7 @@ def build_train_loader(
         exif=data.exif,
         on_bad_sample=data.on_bad_sample,
     )
-    _check_cache(samples, data.window)
+    _check_cache(samples, data.window if order.groups is None else 0)
     processes = resolve_workers(workers, local_world=local_world)
     batch_bytes = order.images_per_device * channels * image_size**2
     ready = fit_prefetch(prefetch, workers=processes, batch_bytes=batch_bytes, local_world=local_world)

@@ -39,8 +39,8 @@ def with_retries(action: Callable[[], Result], url: str) -> Result:
     for attempt in range(1, TRIES + 1):
         try:
             return action()
-        except (FileNotFoundError, PermissionError):
-            raise
+        except (FileNotFoundError, PermissionError) as error:
+            raise type(error)(f"{url}: {error}") from error
         except Exception as error:  # each store has its own exception classes, most of them no OSErrors
             if attempt == TRIES:
                 raise OSError(
@@ -115,7 +115,7 @@ class RemoteCache:
                 descriptor = os.open(path, os.O_RDONLY)
             except FileNotFoundError:  # another process made room between the two lines
                 continue
-            os.utime(path)  # the time of the last use, by which room is made
+            os.utime(descriptor)  # the time of the last use, by which room is made
             return descriptor
         raise OSError(
             f"{url}: its copy was removed {TRIES} times before it could be opened: data.cache_gb="
@@ -131,7 +131,7 @@ class RemoteCache:
         if size > self.limit:
             raise ValueError(f"{url} has {size:,} bytes, more than data.cache_gb={self.limit / 1e9:g} holds; raise it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(_lock_of(path)):
+        with locked(_lock_of(path)):
             if not path.exists():
                 self._download(url, path)
         return path
@@ -164,7 +164,7 @@ class RemoteCache:
 
     def _reserve(self, part: Path, size: int) -> bool:
         """Makes room by removing what was used least recently, and what killed downloads left; then creates `part`."""
-        with _locked(part.with_name(".room.lock")):
+        with locked(part.with_name(".room.lock")):
             files = []
             for file in part.parent.iterdir():
                 if file.suffix == ".part" and not _is_locked(_lock_of(file)):
@@ -191,7 +191,7 @@ def _lock_of(file: Path) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Exclusive among the processes of this node; the kernel frees it when its holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -6,6 +6,8 @@ the store (`X.tar.idx` beside it, which `pack` writes), so that nothing need be 
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +15,7 @@ from typing import NamedTuple
 from vitfw.data import table as tables
 from vitfw.data.folder import index_folder
 from vitfw.data.patterns import is_remote
-from vitfw.data.remote import RemoteCache, read_if_there, version
+from vitfw.data.remote import RemoteCache, locked, read_if_there, version
 from vitfw.data.shard import index_shard
 from vitfw.data.table import Table
 
@@ -70,10 +72,32 @@ def _matching(place: Path, about: dict[str, object]) -> tuple[StoredIndex, str |
 def _local(path: Path, classes: tuple[str, ...] | None, cache: Path) -> StoredIndex:
     about = _about_local(path, classes)
     places = [_beside(path), cache / "index" / f"{sha256(str(path.resolve()).encode()).hexdigest()[:24]}.idx"]
-    for place in places:
-        found = _matching(place, about)
-        if found is not None:
-            return found[0]
+    found = _first_matching(places, about)
+    if found is not None:
+        return found
+    with _turn(places[-1].with_suffix(".lock")):  # the ranks of a node start together: one of them builds
+        found = _first_matching(places, about)
+        return _build(path, classes, places, about) if found is None else found
+
+
+def _first_matching(places: list[Path], about: dict[str, object]) -> StoredIndex | None:
+    return next((found[0] for place in places if (found := _matching(place, about)) is not None), None)
+
+
+@contextmanager
+def _turn(lock: Path) -> Iterator[None]:
+    """Exclusive on this node, where the cache folder can be written; else everyone builds for itself."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError:
+        yield
+        return
+    with locked(lock):
+        yield
+
+
+def _build(path: Path, classes: tuple[str, ...] | None, places: list[Path], about: dict[str, object]) -> StoredIndex:
     table, problems = index_shard(path, classes)
     for place in places:
         try:
