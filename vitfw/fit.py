@@ -11,7 +11,7 @@ from vitfw.config import Config
 from vitfw.data.augment import eval_transform, train_transform
 from vitfw.data.loader import Loader, build_eval_loader, build_train_loader
 from vitfw.data.section import build_train_order
-from vitfw.launch import Launch, uses_gpu
+from vitfw.launch import Launch, broadcast, uses_gpu
 from vitfw.models.export import export_checkpoint
 from vitfw.models.variants import input_size
 from vitfw.module import Module
@@ -78,6 +78,7 @@ class Fit:
         self.after_step.recorder.close(status=0)
         if self.after_step.stopped and self.trainer.is_global_zero and stop.agreed_to_stop:
             write_text(marker, f"{self.progress.step}\n")
+        broadcast(None)  # a launcher may end the others as soon as one leaves: all leave when everything is written
         return not self.after_step.stopped
 
     def export(self) -> Path:

@@ -40,7 +40,7 @@ class StopRequest:
 
     def __init__(self, stop_signal: Literal["USR1", "USR2"] = "USR1", *, wall_minutes: float = 0.0) -> None:
         self.signal: int | None = None
-        self.agreed_to_stop = False  # whether all ranks have once agreed on it
+        self.agreed_to_stop = False
         self.signals = (signal.SIGTERM, signal.SIGINT, getattr(signal, f"SIG{stop_signal}"))
         self.deadline = deadline(wall_minutes)
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -60,10 +60,11 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal == signal.SIGINT and self._group is None:
             raise KeyboardInterrupt
-        self.signal = number
+        if self.signal is None:
+            self.signal = number
 
     def asked(self) -> bool:
-        """Whether this process was asked to stop, or its time is up."""
+        """Whether this process was asked to stop, by a signal or by the clock."""
         return self.signal is not None or time.time() >= self.deadline
 
     def agreed(self, *, failed: bool = False) -> Answer:
