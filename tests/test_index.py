@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_shards import make_folder, make_shards, picture, write_tar
 
-from vitfw.data import stored
+from vitfw.data import index, stored
 from vitfw.data import table as tables
 from vitfw.data.folder import index_folder
 from vitfw.data.index import Samples, open_samples
@@ -319,3 +319,17 @@ def test_index__ranks_that_start_together_build_once(tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as ranks:
         found = list(ranks.map(lambda rank: len(open_samples(pattern, cache=str(tmp_path / "cache"))), range(4)))
     assert found == [5] * 4 and len(built) == 1
+
+
+def test_index__large_ones_are_mapped_once_a_node(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "SHARED_ABOVE", 10)
+    pattern = make_shards(tmp_path, [5, 3])
+    for _ in range(2):
+        samples = open_samples(pattern, cache=str(tmp_path / "cache"))
+        assert len(samples) == 8 and [samples.key(row) for row in (0, 7)] == ["000", "007"]
+        assert isinstance(samples.table.offset.base, np.memmap)
+        assert samples.read(7) == picture(7) and samples.label(7) == 1
+    assert len(list((tmp_path / "cache/joined").iterdir())) == 1
+    table = big_table(10)
+    (tmp_path / "file").write_text("not a folder")
+    assert tables.shared(table, tmp_path / "file") is table

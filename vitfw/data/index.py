@@ -25,6 +25,7 @@ from vitfw.data.table import Table
 from vitfw.seeding import derive
 
 MAX_OPEN_FILES = 128  # descriptors a process keeps open
+SHARED_ABOVE = 100_000_000  # bytes of an index from which on the ranks of a node share one copy
 
 
 class Samples:
@@ -204,7 +205,10 @@ def open_samples(
             samples = samples.select(shuffled_rows(len(samples), derive(0, "slice"))[first:last])
         samples.sources = np.full(len(samples.names), source, np.int32)
         parts.append(samples)
-    return _join(parts, pattern)
+    samples = _join(parts, pattern)
+    if samples.table.num_bytes > SHARED_ABOVE:
+        samples.table = tables.shared(samples.table, remote.folder / "joined")
+    return samples
 
 
 def _read_classes(classes: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -5,7 +5,10 @@
 
 import json
 import os
+import shutil
 import zipfile
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,6 +101,31 @@ def _take_ragged(ends: np.ndarray, values: np.ndarray, rows: np.ndarray) -> tupl
     new_ends = np.cumsum(lengths, dtype=np.int64)
     places = np.arange(new_ends[-1] if len(rows) else 0) + np.repeat(starts - (new_ends - lengths), lengths)
     return new_ends, values[places]
+
+
+def shared(table: Table, folder: Path) -> Table:
+    """The same rows, mapped from a file in `folder`, so that all processes of a node hold them in memory once.
+
+    The file is named by the content, so it is never out of date. Where the folder cannot be written, `table` itself.
+    """
+    digest = sha256()
+    for array in table:
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    place = folder / f"{digest.hexdigest()[:24]}-{FORMAT}"
+    try:
+        if not place.exists():
+            temporary = folder / f".{place.name}.{os.getpid()}.tmp"
+            temporary.mkdir(parents=True)
+            for name, array in table._asdict().items():
+                np.save(temporary / f"{name}.npy", array)
+            with suppress(OSError):  # another rank was first; its folder has the same content
+                temporary.rename(place)
+            shutil.rmtree(temporary, ignore_errors=True)
+        mapped = (np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in Table._fields)
+        return Table(*(np.asarray(array) for array in mapped))  # plain arrays over the mapping: faster to look up
+    except OSError:
+        return table
 
 
 def save(path: Path, table: Table, about: dict[str, object]) -> None:
