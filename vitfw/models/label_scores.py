@@ -5,14 +5,15 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
 
 
 def label_measures(num_classes: int) -> dict[str, Metric]:
     """Fresh metrics; with 5 classes or fewer top-5 says nothing, and is left out."""
     found: dict[str, Metric] = {
-        "loss": MeanMetric(nan_strategy="disable").set_dtype(torch.float64),
+        # a sum: where NaN may pass, torchmetrics' MeanMetric ignores weights, and padding would count as images of loss 0
+        "loss": SumMetric(nan_strategy="disable").set_dtype(torch.float64),
         "classes": MulticlassStatScores(num_classes, average=None, ignore_index=-1, validate_args=False),
     }
     if num_classes > 5:
@@ -24,7 +25,7 @@ def measure_labels(measures: Mapping[str, Metric], logits: Tensor, label: Tensor
     """Adds logits [B, K] and labels int64 [B]; rows with label -1 (padding, unlabelled) count nowhere."""
     logits = logits.float()
     loss = F.cross_entropy(logits, label, ignore_index=-1, reduction="none")
-    measures["loss"].update(loss.double(), weight=(label >= 0).double())
+    measures["loss"].update(loss.double())
     for name in measures.keys() - {"loss"}:
         measures[name].update(logits, label)
 
@@ -38,7 +39,7 @@ def label_results(measures: Mapping[str, Metric]) -> dict[str, float]:
     scores = measures["classes"].compute()  # [K, 5]: hits, false positives, true negatives, misses, support
     hits, support = scores[:, 0].double(), scores[:, 4].double()
     present, images = support > 0, support.sum().item()
-    loss = measures["loss"].compute().item()
+    loss = measures["loss"].compute().item() / max(images, 1.0)
     if loss != loss or images == 0:
         hits = hits * float("nan")
     values = {"acc1": 100.0 * hits.sum().item() / max(images, 1.0), "loss": loss}
