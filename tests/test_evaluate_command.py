@@ -12,11 +12,12 @@ from sklearn.metrics import accuracy_score, balanced_accuracy_score, log_loss
 
 from vitfw.data.index import open_samples
 from vitfw.evaluate.predictions import read_logits
+from vitfw.evaluate.robustness import ALEXNET
 from vitfw.evaluate_command import evaluate_place, predict_images
 from vitfw.models.build import build_model
 from vitfw.models.export import export
+from vitfw.models.model_config import ModelConfig
 from vitfw.models.preprocess import Preprocessing
-from vitfw.models.variants import ModelConfig
 from vitfw.probe_command import probe_place
 
 DATA = "data/digits"
@@ -162,3 +163,42 @@ def test_probe__augmented_views(place: str, tmp_path: Path) -> None:
     assert "2 augmented views" in found["probe"]["protocol"]
     with pytest.raises(ValueError, match=r"methods=\['kn'\]: one or more of probe, knn, logistic, few_shot"):
         probe_place(place, [*words, "methods=[kn]"])
+
+
+def folder_set(root: Path, names: dict[str, int], size: int = 32) -> str:
+    """A folder of images: root/CLASS/NUMBER.png."""
+    generator = np.random.default_rng(0)
+    for name, count in names.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = np.uint8(generator.integers(0, 256, (size, size, 3)))
+            Image.fromarray(pixels).save(root / name / f"ILSVRC2012_val_{number + 1:08d}.png")
+    return str(root)
+
+
+@pytest.fixture(scope="module")
+def colour_place(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    config = ModelConfig(variant="vit_ti16", image_size=32, width=24, depth=1, heads=2)
+    folder = tmp_path_factory.mktemp("colour") / "export"
+    names = ("n00", "n01", "n02", "n03")
+    prepared = Preprocessing(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, crop=1.0, class_names=names)
+    export(build_model(config, num_classes=4), folder, preprocessing=prepared)
+    return str(folder)
+
+
+def test_robustness_sets__each_by_its_own_rule(colour_place: str, tmp_path: Path) -> None:
+    clean = folder_set(tmp_path / "val", {"n00": 2, "n01": 2, "n02": 2, "n03": 2})
+    part = folder_set(tmp_path / "a", {"n01": 3, "n03": 3})
+    for name in ALEXNET:
+        for severity in range(1, 6):
+            folder_set(tmp_path / "c" / name / str(severity), {"n00": 1, "n01": 1, "n02": 1, "n03": 1})
+    (tmp_path / "real.json").write_text("[[0, 1, 2, 3], []]")
+    words = [f"data.val={clean}", f"robustness.v2={clean}", f"robustness.a={part}", f"robustness.c={tmp_path / 'c'}"]
+    words += [f"robustness.real={tmp_path / 'real.json'}", "robustness.cifar_c=true"]
+    results = evaluate_place(colour_place, [*QUICK, *words])
+    assert results["v2"] == results["scores"] and results["a"]["images"] == 6
+    assert results["real"] == {"acc1": 100.0, "images": 4.0, "without_answer": 4.0}
+    assert set(ALEXNET) < set(results["c"]) and results["c"]["mce"] > 0
+    generated = results["cifar_c_generated"]
+    assert generated["left_out"] == "frost" and "mce" not in generated and len(generated) == 14 + 2

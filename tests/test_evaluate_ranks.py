@@ -15,7 +15,7 @@ from vitfw.evaluate.features import extract_features
 from vitfw.evaluate.knn import KnnConfig, knn_votes
 from vitfw.evaluate.predictions import predict
 from vitfw.models.build import build_model
-from vitfw.models.variants import ModelConfig
+from vitfw.models.model_config import ModelConfig
 
 IMAGES, CLASSES = 41, 3
 

@@ -10,8 +10,8 @@ from vitfw.config import ConfigError
 from vitfw.ladder import is_ladder, ladder_names, read_plan, read_results, run_ladder
 from vitfw.models.build import build_model
 from vitfw.models.export import export
+from vitfw.models.model_config import ModelConfig
 from vitfw.models.preprocess import Preprocessing
-from vitfw.models.variants import ModelConfig
 from vitfw.train import train
 
 RUNGS = ("probe", "last_block", "full")

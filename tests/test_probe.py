@@ -15,7 +15,7 @@ from vitfw.evaluate.freezing import FreezeConfig, freeze, trainable_share, train
 from vitfw.evaluate.holdout import split_training
 from vitfw.evaluate.probe import ProbeConfig, feature_sets, predict_heads, probe, train_heads
 from vitfw.models.build import build_model
-from vitfw.models.variants import ModelConfig
+from vitfw.models.model_config import ModelConfig
 from vitfw.models.vit import ViT
 from vitfw.tasks.classify import ClassifyTask
 

@@ -15,7 +15,7 @@ from vitfw.evaluate.resolution import at_size
 from vitfw.evaluate.robustness import ALEXNET, among, class_columns, corruption_errors, real_answers, real_scores
 from vitfw.evaluate.scores import classification_scores
 from vitfw.models.build import build_model
-from vitfw.models.variants import ModelConfig
+from vitfw.models.model_config import ModelConfig
 from vitfw.models.vit import ViT
 
 
