@@ -198,7 +198,7 @@ def test_evaluation_is_of_the_mean_of_both_heads(teacher_place: str) -> None:
     task.measure({"image": batch["image"], "label": label}, measures)
     answer = (first + second) / 2
     results = task.results(measures)
-    assert results["images"] == 5
+    assert results["samples"] == 5
     assert results["acc1"] == pytest.approx(100 * (answer.argmax(1) == label).sum().item() / 5)
     assert results["loss"] == pytest.approx(F.cross_entropy(answer, label, ignore_index=-1).item(), rel=1e-5)
 

@@ -31,7 +31,7 @@ def measure_labels(measures: Mapping[str, Metric], logits: Tensor, label: Tensor
 
 
 def label_results(measures: Mapping[str, Metric]) -> dict[str, float]:
-    """loss, acc1 (hits / images), acc5, mean_class_acc over the classes that occur, in percent; images counted.
+    """loss, acc1 (hits / images), acc5, mean_class_acc over the classes that occur, in percent; samples counted.
 
     Called on all ranks, since sums are combined here. A model that answers NaN has no accuracy: argmax would call it
     class 0.
@@ -45,4 +45,4 @@ def label_results(measures: Mapping[str, Metric]) -> dict[str, float]:
     values = {"acc1": 100.0 * hits.sum().item() / max(images, 1.0), "loss": loss}
     if "acc5" in measures:
         values["acc5"] = 100.0 * measures["acc5"].compute().item()
-    return values | {"mean_class_acc": 100.0 * (hits[present] / support[present]).mean().item(), "images": images}
+    return values | {"mean_class_acc": 100.0 * (hits[present] / support[present]).mean().item(), "samples": images}
