@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from make_shards import picture, write_tar
 from PIL import Image
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, log_loss
 
@@ -202,3 +203,27 @@ def test_robustness_sets__each_by_its_own_rule(colour_place: str, tmp_path: Path
     assert set(ALEXNET) < set(results["c"]) and results["c"]["mce"] > 0
     generated = results["cifar_c_generated"]
     assert generated["left_out"] == "frost" and "mce" not in generated and len(generated) == 14 + 2
+
+
+def test_several_labels_an_image__scores_thresholds_and_probe(place: str, tmp_path: Path) -> None:
+    """Ten classes; an image has its class and, for even ones, the next as well."""
+    members = []
+    for number in range(60):
+        labels = [number % 10, (number + 1) % 10] if number % 2 == 0 else [number % 10]
+        members += [
+            (f"{number:03d}.png", picture(number)),
+            (f"{number:03d}.json", json.dumps({"labels": labels}).encode()),
+        ]
+    for name, part in (("train", members[:60]), ("val", members[60:])):
+        write_tar(tmp_path / f"{name}.tar", part)
+        (tmp_path / "classes.txt").write_text("\n".join(f"digit {number}" for number in range(10)) + "\n")
+    words = [*QUICK, f"data.val={tmp_path / 'val.tar'}"]
+    plain = evaluate_place(place, words)
+    assert plain["thresholds_from"] == "probability 0.5" and plain["scores"]["images"] == 30
+    fitted = evaluate_place(place, [*words, f"calibrate={tmp_path / 'train.tar'}", f"predictions={tmp_path / 'p.csv'}"])
+    assert fitted["scores"]["map"] == plain["scores"]["map"] and len(fitted["thresholds"]) == 10
+    assert (tmp_path / "p.csv").read_text().startswith("key,target_digit 0,")
+    quick = ["probe.rates=[0.1]", "probe.least_steps=20", "knn.neighbours=[3]", "logistic.strengths=[1]"]
+    more = [f"data.train={tmp_path / 'train.tar'}", f"features.folder={tmp_path / 'f'}", "methods=[probe,knn,logistic]"]
+    found = probe_place(place, [*words, *more, *quick])
+    assert all("map" in found[name]["scores"] for name in ("probe", "knn_3", "logistic"))

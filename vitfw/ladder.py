@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from vitfw import checkpoint
 from vitfw.config import Config, ConfigError, find_file, load
 from vitfw.evaluate.ladder import RungResult, recommend, table
 from vitfw.launch import Launch, broadcast, check_launch, detect_launch, join_processes, set_threads
+from vitfw.opened import evaluation_set, open_network, parse
 from vitfw.run import write_text
 
 FINISHED = 0
@@ -192,7 +191,6 @@ def _result(config: Config, launch: Launch, rung: str, seed: int) -> RungResult:
 
 def _measure(config: Config, launch: Launch, rung: str, seed: int) -> RungResult:
     from vitfw.evaluate.scores import classification_scores
-    from vitfw.opened import evaluation_set, open_network
     from vitfw.report.recorder import read_metrics
 
     place = config.folder / "checkpoints" / checkpoint.LAST
@@ -226,14 +224,12 @@ def _run_id(folder: Path) -> str:
 
 
 def _ladder(settings: Any, own: dict[str, str], rungs: list[str]) -> LadderConfig:
+    given = _leaves(settings or {}) | {key.removeprefix("ladder."): value for key, value in own.items()}
     try:
-        schema = OmegaConf.structured(LadderConfig)
-        words = [f"{key.removeprefix('ladder.')}={value}" for key, value in own.items()]
-        merged = OmegaConf.merge(schema, settings or {}, OmegaConf.from_dotlist(words))
-        ladder = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"ladder: {str(error).splitlines()[0]}") from error
-    assert isinstance(ladder, LadderConfig)
+        ladder = parse(LadderConfig, [f"{key}={value}" for key, value in given.items()])
+    except ValueError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith("ladder.") else f"ladder.{text}") from error
     unknown = [rung for rung in ladder.rungs if rung not in rungs]
     if unknown:
         raise ConfigError(f"ladder.rungs: the recipe has no {', '.join(unknown)}; it has {', '.join(rungs)}")

@@ -79,12 +79,20 @@ class EvaluationSet:
 
 
 def parse(schema: type[Section], words: Sequence[str]) -> Section:
-    """Words key=value -> a frozen section. Raises ValueError naming the word and the nearest keys."""
+    """Words key=value -> a frozen section. Raises ValueError naming the word, and the nearest key or what is allowed."""
+    merged, seen = OmegaConf.structured(schema), {}
     for word in words:
-        if "=" not in word or word.startswith("-"):
+        key, equals, value = word.partition("=")
+        if not equals or not key or key.startswith("-"):
             raise ValueError(f"{word}: not of the form key=value")
+        if seen.setdefault(key, value) != value:
+            raise ValueError(f"{key} is given twice with different values: {seen[key]} and {value}")
+        try:
+            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([word]))
+        except (OmegaConfBaseException, ValueError) as error:
+            raise ValueError(f"{word}: {str(error).splitlines()[0]}") from error
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(list(words))))  # type: ignore[return-value]
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
         raise ValueError(str(error).splitlines()[0]) from error
 
