@@ -6,6 +6,7 @@ The images are random cuts of two photographs, 500 x 375, quality 90 (about 60 t
 folder and packed into shards. Every contender cuts a random part, resizes it (bicubic) to 224 and flips it; with
 --policy deit RandAugment (rand-m9-mstd0.5-inc1) comes on top. "uint8" and "float" say what a contender hands over:
 vitfw gives bytes and normalises the batch on the device; torchvision's and timm's usual stacks give normalised floats.
+With --workers 0 the CPU time of the process is measured instead of the clock, which other jobs hardly disturb.
 The contenders take turns, so that a busy machine slows all of them; shown are medians over the rounds and their ratios.
 """
 
@@ -136,15 +137,21 @@ def reading(root: Path) -> dict[str, Callable[[], int]]:
     }
 
 
-def interleaved(functions: dict[str, Callable[[], int]], rounds: int, unit: str, per: Callable[[int], float]) -> None:
+def interleaved(
+    functions: dict[str, Callable[[], int]],
+    rounds: int,
+    unit: str,
+    per: Callable[[int], float],
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
     """Each function once to warm up, then all in turn, `rounds` times; prints medians, spread and ratios."""
     speeds: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 1):
         for name, function in functions.items():
-            begin = time.perf_counter()
+            begin = clock()
             total = function()
             if number:
-                speeds[name].append(per(total) / (time.perf_counter() - begin))
+                speeds[name].append(per(total) / (clock() - begin))
     reference = statistics.median(next(iter(speeds.values())))
     for name, values in speeds.items():
         middle = statistics.median(values)
@@ -173,7 +180,8 @@ def main() -> None:
         print("reading from the page cache:")
         interleaved(reading(root), words.rounds * 3, "MB/s", lambda total: total / 1e6)
         print(f"decoded and augmented ({words.policy}):")
-        interleaved(contenders(root, words.workers, words.policy), words.rounds, "images/s", float)
+        clock = time.perf_counter if words.workers else time.process_time
+        interleaved(contenders(root, words.workers, words.policy), words.rounds, "images/s", float, clock)
 
 
 if __name__ == "__main__":
