@@ -108,8 +108,9 @@ def test_an_interrupted_job_returns_and_ends_as_the_uncut_run(
         slurm.wait(urgent, "COMPLETED")
     else:
         slurm.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
-        time.sleep(1)
-        slurm.run("scontrol", "update", "nodename=node2", "state=resume")
+        slurm.wait(job, "PENDING", "REQUEUED", "COMPLETING")
+        if "down" in slurm.run("sinfo", "-h", "-n", "node2", "-o", "%t"):  # it may have come back by itself
+            slurm.run("scontrol", "update", "nodename=node2", "state=resume")
     time.sleep(1)
     slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
     text = log.read_text()
