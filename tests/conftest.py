@@ -19,6 +19,12 @@ augment.mixup=0.8 augment.cutmix=1.0 optim.warmup_epochs=1 optim.clip_norm=1.0 e
 """.split()  # noqa: SIM905 - as one types it
 
 
+def tiny(*words: str) -> list[str]:
+    """TINY with these words in place of its own for the same keys."""
+    keys = {word.partition("=")[0] for word in words}
+    return [word for word in TINY if word.partition("=")[0] not in keys] + list(words)
+
+
 @pytest.fixture(autouse=True)
 def _from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes name the embedded data relative to the repository; no W&B key and no launcher's variables leak in."""

@@ -199,7 +199,7 @@ def test_unlabelled_images_leave_the_probe_alone() -> None:
     losses["loss"].backward()
     assert losses["loss"].isfinite()
     assert task.probe.head.weight.grad.abs().max() == 0  # there is a gradient, so that all ranks agree, and it is zero
-    assert score(task, batch | {"label": torch.full((8,), -1)}).keys() == {"loss", "images"}
+    assert score(task, batch | {"label": torch.full((8,), -1)}).keys() == {"loss", "samples"}
     assert small_task(num_classes=0).probe is None
 
 

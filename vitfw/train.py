@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
         set_threads(launch, config.machine)
         join_processes(launch, config.machine)
         return train(config, launch, list(words))
-    except (ValueError, ConnectionError) as error:
+    except (ValueError, OSError) as error:
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # once, not once a process
             print(f"vitfw: {error}", file=sys.stderr)
         return REFUSED

@@ -66,7 +66,7 @@ def noise(results: Sequence[RungResult], rung: str) -> float:
     own = [result.scores for result in results if result.rung == rung]
     mean, spread = mean_and_spread([scores["acc1"] for scores in own])
     between = 0.0 if spread is None else spread**2 / len(own)
-    return (binomial_error(mean, own[0]["images"]) ** 2 + between) ** 0.5
+    return (binomial_error(mean, own[0]["samples"]) ** 2 + between) ** 0.5
 
 
 def recommend(results: Sequence[RungResult]) -> Recommendation:
@@ -92,7 +92,7 @@ def recommend(results: Sequence[RungResult]) -> Recommendation:
         if all(means[other] - means[rung] <= gap_noise(rung, other) for other in rungs[place + 1 :])
     )
     gap = means[best] - means[rung]
-    images = int(results[0].scores["images"])
+    images = int(results[0].scores["samples"])
     base = f"{seeds} seed{'s' * (seeds > 1)}, {images:,} test images"
     if rung != best:
         text = (

@@ -87,7 +87,7 @@ def result_text(results: Mapping[str, Mapping[str, float]]) -> str:
         shown = " ".join(
             f"{name} {value:.2f}" if name.startswith("acc") else f"{name} {value:.4g}"
             for name, value in values.items()
-            if name != "images"
+            if name != "samples"
         )
         parts.append(f"{split}: {shown}")
     return " | ".join(parts)

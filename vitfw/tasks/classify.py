@@ -40,7 +40,6 @@ class ClassifyTask(Task):
     """Owns the network and its loss, with integer or soft targets."""
 
     monitor = Monitor("acc1", "max")
-    num_classes: int
 
     def __init__(self, net: nn.Module, *, num_classes: int, loss: LossName = "softmax", smoothing: float = 0.0) -> None:
         super().__init__()
@@ -57,6 +56,7 @@ class ClassifyTask(Task):
         return {"loss": classification_loss(self.loss, logits, target), "acc1": 100.0 * hits}
 
     def measures(self) -> dict[str, Metric]:
+        assert self.num_classes is not None, "set in __init__"
         found: dict[str, Metric] = {
             "loss": MeanMetric(nan_strategy="disable").set_dtype(torch.float64),
             "classes": MulticlassStatScores(self.num_classes, average=None, ignore_index=-1, validate_args=False),
@@ -75,7 +75,7 @@ class ClassifyTask(Task):
             measures[name].update(logits, label)
 
     def results(self, measures: Mapping[str, Metric]) -> dict[str, float]:
-        """loss, acc1 (hits / images), acc5, mean_class_acc over the classes that occur, in percent; images counted."""
+        """loss, acc1 (hits / images), acc5, mean_class_acc over the classes that occur, in percent; samples counted."""
         scores = measures["classes"].compute()  # [K, 5]: hits, false positives, true negatives, misses, support
         hits, support = scores[:, 0].double(), scores[:, 4].double()
         present = support > 0
@@ -88,7 +88,7 @@ class ClassifyTask(Task):
             values["acc5"] = 100.0 * measures["acc5"].compute().item()
         return values | {
             "mean_class_acc": 100.0 * (hits[present] / support[present]).mean().item(),
-            "images": images,
+            "samples": images,
         }
 
     @property

@@ -133,7 +133,7 @@ class MaeTask(Task):
 
     def measures(self) -> dict[str, Metric]:
         # sums in float64, so that the result is the same for any split; MeanMetric drops its weights where NaN may pass
-        sums = ["loss", "images", *(["hits", "labelled"] if self.probe is not None else [])]
+        sums = ["loss", "samples", *(["hits", "labelled"] if self.probe is not None else [])]
         found: dict[str, Metric] = {name: SumMetric(nan_strategy="disable").set_dtype(torch.float64) for name in sums}
         if self.label_classes and self.config.neighbours:
             k, temperature = self.config.neighbours, self.config.neighbour_temperature
@@ -146,7 +146,7 @@ class MaeTask(Task):
         loss, _ = self.reconstruct(images, self.fixed_masks(images, index))
         counted = index >= 0
         measures["loss"].update(torch.where(counted, loss.double(), 0.0).sum())
-        measures["images"].update(counted.sum().double())
+        measures["samples"].update(counted.sum().double())
         if "hits" not in measures and "neighbours" not in measures:
             return
         label = torch.where(counted, self._single_label(batch), -1)
@@ -159,15 +159,16 @@ class MaeTask(Task):
 
     def results(self, measures: Mapping[str, Metric]) -> dict[str, float]:
         """loss; probe_acc1 and the neighbours' accuracy in percent, where the validation set has labels."""
-        sums = {name: measures[name].compute().item() for name in measures.keys() - {"neighbours"}}
-        values = {"loss": sums["loss"] / max(sums["images"], 1.0)}
+        # in the order of `measures`, the same on all ranks: each compute() is a collective
+        sums = {name: metric.compute().item() for name, metric in measures.items() if name != "neighbours"}
+        values = {"loss": sums["loss"] / max(sums["samples"], 1.0)}
         if sums.get("labelled"):
             values["probe_acc1"] = 100.0 * sums["hits"] / sums["labelled"]
         if "neighbours" in measures:
             accuracy = measures["neighbours"].compute().item()
             if accuracy == accuracy:  # NaN: no labelled image in the validation set
                 values[f"knn_k{self.config.neighbours}_t{self.config.neighbour_temperature:g}_acc1"] = 100.0 * accuracy
-        return values | {"images": sums["images"]}
+        return values | {"samples": sums["samples"]}
 
     @property
     def network(self) -> nn.Module:

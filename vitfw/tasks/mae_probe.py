@@ -74,19 +74,19 @@ class MaeProbeTask(Task):
         head.get_parameter("bias").copy_(bias)
 
     def measures(self) -> dict[str, Metric]:
-        return {name: SumMetric(nan_strategy="disable").set_dtype(torch.float64) for name in ("loss", "hits", "images")}
+        return {name: SumMetric(nan_strategy="disable").set_dtype(torch.float64) for name in ("loss", "hits", "samples")}
 
     def measure(self, batch: Batch, measures: Mapping[str, Metric]) -> None:
         logits, label = self.net(batch["image"]).float(), batch["label"]
         measures["loss"].update(F.cross_entropy(logits, label, ignore_index=-1, reduction="none").double().sum())
         measures["hits"].update((logits.argmax(dim=1) == label).sum().double())
-        measures["images"].update((label >= 0).sum().double())
+        measures["samples"].update((label >= 0).sum().double())
 
     def results(self, measures: Mapping[str, Metric]) -> dict[str, float]:
         """acc1 in percent and the mean loss over the labelled images."""
         sums = {name: metric.compute().item() for name, metric in measures.items()}
-        count = max(sums["images"], 1.0)
-        return {"acc1": 100.0 * sums["hits"] / count, "loss": sums["loss"] / count, "images": sums["images"]}
+        count = max(sums["samples"], 1.0)
+        return {"acc1": 100.0 * sums["hits"] / count, "loss": sums["loss"] / count, "samples": sums["samples"]}
 
     @property
     def network(self) -> nn.Module:

@@ -1,0 +1,203 @@
+"""One command to a trained and exported network: what the run folder holds and what the words on the screen say."""
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from conftest import ROOT, TINY, tiny, torchrun
+
+from vitfw import checkpoint
+from vitfw.config import load, names_of
+from vitfw.plan import plan_text
+from vitfw.report.recorder import read_metrics
+from vitfw.train import main
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert main([*TINY, f"out={folder}", "train.seed=null"]) == 0
+    return folder
+
+
+def test_the_run_folder_is_complete(finished: Path) -> None:
+    names = {str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file()}
+    assert names >= {
+        "config.yaml", "provenance.json", "metrics.jsonl", "log.txt",
+        "checkpoints/last.ckpt", "checkpoints/best.ckpt", "export/model.safetensors", "export/config.json",
+    }  # fmt: skip
+    provenance = json.loads((finished / "provenance.json").read_text())
+    attempt = provenance["attempts"][0]
+    assert attempt["versions"]["torch"] == version("torch")
+    assert attempt["words"][0] == "recipe=digits"
+    assert provenance["seed"] == yaml.safe_load((finished / "config.yaml").read_text())["train"]["seed"]
+    assert set(provenance["finished"]) == {"val/acc1", "val_ema/acc1"}
+
+
+def test_every_record_says_where_it_stands(finished: Path) -> None:
+    records = read_metrics(finished)
+    assert {record["split"] for record in records} == {"train", "val", "val_ema"}
+    for record in records:
+        assert record["images"] == record["step"] * 32
+        assert record["epoch"] == pytest.approx(record["step"] / 3, abs=1e-6)
+        assert record["attempt"] == 0
+    train = read_metrics(finished, "train")
+    assert [record["step"] for record in train] == list(range(1, 10))
+    assert set(train[0]) >= {"loss", "acc1", "learning_rate", "gradient_norm", "images_per_second", "time"}
+    val = read_metrics(finished, "val")
+    assert [record["step"] for record in val] == [3, 6, 9]
+    assert all(record["samples"] == 359 and record["acc1"] <= 100.0 for record in val)
+
+
+def test_the_drawn_seed_reproduces_the_run(finished: Path, tmp_path: Path) -> None:
+    recipe = finished / "config.yaml"
+    assert (
+        main([f"recipe={recipe}", "machine=cpu", "machine.threads=1", "log.every=1", f"out={tmp_path / 'again'}"]) == 0
+    )
+    assert [r["loss"] for r in read_metrics(tmp_path / "again", "train")] == [
+        r["loss"] for r in read_metrics(finished, "train")
+    ]
+
+
+def test_the_export_is_what_timm_loads_and_what_was_measured(finished: Path) -> None:
+    model = timm.create_model(f"local-dir:{finished / 'export'}", pretrained=True).eval()
+    state = checkpoint.load(finished / "checkpoints" / "last.ckpt")
+    assert {f"net.{name}": value.shape for name, value in model.state_dict().items()} == {
+        name: value.shape for name, value in state["model"].items()
+    }
+    assert model.pretrained_cfg["label_names"] == [str(digit) for digit in range(10)]
+    assert model.pretrained_cfg["input_size"] == (1, 8, 8)
+    best = {name: state["progress"]["best"][name] for name in ("val/acc1", "val_ema/acc1")}
+    assert best == json.loads((finished / "provenance.json").read_text())["finished"]
+
+
+def test_the_checkpoint_opens_with_the_safe_loader(finished: Path) -> None:
+    state = torch.load(finished / "checkpoints" / "last.ckpt", weights_only=True)
+    assert state["progress"]["step"] == 9
+    assert state["versions"]["timm"] == timm.__version__
+    assert yaml.safe_load(state["config"])["model"]["variant"] == "vit_ti2"
+    assert set(state["optimizer"]) == {name for name in state["model"] if name != "net.pos_embed"} | (
+        {"net.pos_embed"} & set(state["optimizer"])
+    )
+
+
+def test_the_summary_names_all_that_follows_from_the_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, f"out={tmp_path / 'run'}", "machine.images_per_device=16", "stop_after=1"]) == 75
+    out = capsys.readouterr().out
+    for text in (
+        "116 images in",
+        "359 images in",
+        "10,546 parameters, 10,546 trainable (100.0%)",
+        "32 = 1 processes x 2 micro-batches x 16 images",
+        "3 epochs of 3 updates = 9 updates",
+        "20 left out of each epoch",
+        "2e-3 (absolute), adamw, cosine",
+        "stopped and saved at step 1: start the same command again to go on",
+    ):
+        assert text in out, text
+    assert out in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_accumulation_changes_nothing(tmp_path: Path) -> None:
+    """One micro-batch of 32 or two of 16 make the same step, to rounding; nothing here depends on the other images of a batch."""
+    words = tiny("augment.mixup=0", "augment.cutmix=0", "model.drop_path=0")
+    assert main([*words, f"out={tmp_path / 'one'}"]) == 0
+    assert main([*words, f"out={tmp_path / 'two'}", "machine.images_per_device=16"]) == 0
+    one, two = (read_metrics(tmp_path / name, "train") for name in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-4)
+        assert a["learning_rate"] == b["learning_rate"]
+
+
+def test_without_evaluation_data_the_last_weights_are_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, f"out={tmp_path / 'run'}", "data.val=null"]) == 0
+    assert "none: nothing will be evaluated" in capsys.readouterr().out
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+
+
+def test_weights_start_a_new_run_from_another(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = tiny(
+        f"out={tmp_path / 'run'}", f"weights={finished / 'export'}", "optim.lr=1e-12", "optim.warmup_epochs=null"
+    )
+    assert main(words) == 0
+    assert "100.00 % of the backbone" in capsys.readouterr().out
+    theirs = json.loads((finished / "provenance.json").read_text())["finished"]
+    ours = json.loads((tmp_path / "run" / "provenance.json").read_text())["finished"]
+    assert ours["val/acc1"] == pytest.approx(max(theirs.values()), abs=0.3)  # nothing was learned on top
+
+
+def test_bad_runs_leave_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for word, text in (
+        ("data.train=nowhere-*.tar", "nowhere"),
+        ("train.global_batch=100000", "train.global_batch=100000"),
+        ("optim.warmup_epochs=99", "optim.warmup_epochs=99"),
+        ("model.heads=7", "heads"),
+        ("task.num_classes=3", "labels up to 9"),
+        ("augment.statistics=imagenet", "statistics imagenet"),
+        ("machine.device=gpu", "torch sees no GPU"),
+        ("machine.devices=4", "torchrun --nnodes 1 --nproc-per-node 4"),
+    ):
+        assert main(tiny(word, f"out={tmp_path / 'run'}")) == 2, word
+        assert text in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+
+
+def test_wandb_gets_the_same_records_offline_and_once(tmp_path: Path) -> None:
+    done = torchrun(2, [*TINY, f"out={tmp_path / 'run'}", "log.wandb=true"])
+    assert done.returncode == 0, done.stderr
+    runs = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(runs) == 1
+    sys.path.insert(0, str(ROOT / "tests"))
+    from wandb_offline import read_history
+
+    history = read_history(runs[0])
+    for split, name in (("train", "loss"), ("val", "acc1"), ("val_ema", "loss")):
+        sent = {row["step"]: row[f"{split}/{name}"] for row in history if f"{split}/{name}" in row}
+        assert sent == {record["step"]: record[name] for record in read_metrics(tmp_path / "run", split)}
+    assert (
+        len(done.stdout.split("stopped")) == 1 and done.stdout.count("run folder:") == 1
+    )  # each line once, not once a rank
+
+
+def test_a_failing_wandb_never_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("no service today")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    assert main([*TINY, f"out={tmp_path / 'run'}", "log.wandb=true"]) == 0
+    assert "W&B failed and is off for the rest of this run: no service today" in capsys.readouterr().err
+
+
+def one_step_on_digits(name: str) -> list[str]:
+    """A recipe on a tiny substitute of its model and data: its own task, augmentation, optimiser, schedule and EMA."""
+    model = "model.image_size=32 model.patch_size=8 model.width=24 model.depth=2 model.heads=2 model.in_channels=3"
+    data = "data.train=data/digits/train-*.tar data.val=null data.fraction=0.08 data.classes=null data.window=0"
+    run = "train.global_batch=24 machine=cpu machine.threads=1 stop_after=1 log.every=1"
+    return [f"recipe={name}", *model.split(), *data.split(), *run.split()]
+
+
+@pytest.mark.parametrize("name", names_of("recipes"))
+def test_every_recipe_plans_without_data(name: str) -> None:
+    text = plan_text(load([f"recipe={name}", "machine.images_per_device=1024"]), launch())
+    for title in ("== configuration", "== parameters", "== schedule", "== cost", "== run"):
+        assert title in text
+
+
+def launch():
+    from vitfw.launch import Launch
+
+    return Launch("python")
