@@ -128,7 +128,7 @@ def test_real__any_of_the_answers_counts_and_images_without_drop_out(tmp_path: P
     answers = real_answers(tmp_path / "real.json", keys)
     assert answers == [[1], [0, 2], []]
     found = real_scores(np.array([[1.0, 0, 0], [0, 0, 1.0], [0, 1.0, 0]]), answers)
-    assert found == {"acc1": 50.0, "images": 2.0, "without_answer": 1.0}
+    assert found == {"acc1": 50.0, "samples": 2.0, "without_answer": 1.0}
     with pytest.raises(ValueError, match=r"'ILSVRC2012_val_00000004' names no image"):
         real_answers(tmp_path / "real.json", ["ILSVRC2012_val_00000004"])
 

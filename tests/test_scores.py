@@ -45,7 +45,7 @@ def test_scores_equal_scikit_learn(images: int, classes: int, seed: int) -> None
         assert values["acc5"] == pytest.approx(100 * expected, abs=1e-12)
     one_hot = np.eye(classes)[labels]
     assert values["brier"] == pytest.approx(((probabilities - one_hot) ** 2).sum(1).mean(), rel=1e-9)
-    assert values["images"] == images
+    assert values["samples"] == images
 
 
 def test_ece__equals_torchmetrics() -> None:

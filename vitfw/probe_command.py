@@ -186,7 +186,7 @@ def _neighbours(
             protocol += "; a label is given where it has half of the votes"
             scores = multilabel_scores(shares, test.labels, np.full(classes, 0.5))
         else:
-            scores = {"acc1": 100.0 * float(np.mean(shares.argmax(axis=1) == test.labels)), "images": len(shares)}
+            scores = {"acc1": 100.0 * float(np.mean(shares.argmax(axis=1) == test.labels)), "samples": len(shares)}
         results[f"knn_{count}"] = {"protocol": protocol, "scores": scores}
     return results
 

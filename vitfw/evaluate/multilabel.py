@@ -34,7 +34,7 @@ def average_precision(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 
 def multilabel_scores(scores: np.ndarray, targets: np.ndarray, thresholds: np.ndarray) -> dict[str, float]:
-    """Scores, targets [N, K], thresholds [K] -> map, f1_macro, f1_micro (percent), classes_scored, images.
+    """Scores, targets [N, K], thresholds [K] -> map, f1_macro, f1_micro (percent), classes_scored, samples.
 
     Classes without a positive image have no average precision and no part in map and f1_macro; `classes_scored` says
     how many the means run over. The thresholds come from other images (`fit_thresholds`) or are fixed beforehand.
@@ -52,7 +52,7 @@ def multilabel_scores(scores: np.ndarray, targets: np.ndarray, thresholds: np.nd
         "f1_macro": 100.0 * float(f1.mean()),
         "f1_micro": 100.0 * float(2.0 * hits.sum() / (support.sum() + claims.sum())),
         "classes_scored": float(present.sum()),
-        "images": float(len(scores)),
+        "samples": float(len(scores)),
     }
 
 

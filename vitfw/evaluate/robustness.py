@@ -80,7 +80,7 @@ def real_scores(logits: np.ndarray, answers: Sequence[Sequence[int]]) -> dict[st
     hits = sum(int(called[row]) in answers[row] for row in kept)
     return {
         "acc1": 100.0 * hits / len(kept),
-        "images": float(len(kept)),
+        "samples": float(len(kept)),
         "without_answer": float(len(answers) - len(kept)),
     }
 

@@ -24,7 +24,7 @@ class ClassRow:
 
 
 def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Logits [N, K], labels [N] -> acc1, acc5, mean_class_acc (percent), nll (nats), ece, ece_classwise, brier, images.
+    """Logits [N, K], labels [N] -> acc1, acc5, mean_class_acc (percent), nll (nats), ece, ece_classwise, brier, samples.
 
     acc1 is hits / images. acc5 is left out with 5 or fewer classes, where it says nothing. mean_class_acc is the mean
     recall of the classes that occur. ece has 15 bins of equal width and, like ece_classwise, runs from 0 to 1.
@@ -42,7 +42,7 @@ def classification_scores(logits: np.ndarray, labels: np.ndarray) -> dict[str, f
     values["ece"] = expected_error(probabilities, labels)
     values["ece_classwise"] = classwise_error(probabilities, labels)
     values["brier"] = brier_score(probabilities, labels)
-    return values | {"images": float(len(labels))}
+    return values | {"samples": float(len(labels))}
 
 
 def check_logits(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
