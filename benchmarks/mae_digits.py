@@ -1,0 +1,99 @@
+"""MAE on the digits, end to end: pretraining, then the same fine-tune ladder from it and from the untrained encoder.
+
+    python benchmarks/mae_digits.py --seeds 3 --out runs/mae_digits_study
+
+Every run is a run of `train.py`; the same command again goes on where a stopped one stands. Replaces the section "MAE on
+digits" of docs/results.md with the table it prints.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+from vitfw.ladder import read_results, run_ladder
+from vitfw.report.recorder import read_metrics
+from vitfw.train import main, train
+
+TITLE = "## MAE on digits"
+FEW = ["data.per_class=10", "train.epochs=100", "train.global_batch=50"]
+RESULTS = Path(__file__).parent.parent / "docs" / "results.md"
+
+
+def study() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", default="runs/mae_digits_study")
+    parser.add_argument("--words", nargs="*", default=["machine=cpu"], help="more words for every run")
+    given = parser.parse_args()
+    out, words = Path(given.out), given.words
+    for seed in range(given.seeds):
+        pretrained = out / f"pretrain-{seed}"
+        check(main(["recipe=mae_digits", f"out={pretrained}", f"train.seed={seed}", *words]))
+        ladder = ["recipe=ladder_digits", "model.variant=mae_ti2", f"train.seed={seed}", *words]
+        for labels, own in (("all", []), ("few", FEW)):
+            check(run_ladder([*ladder, *own, f"out={out}/random-{labels}-{seed}"], train))
+            weights = f"weights={pretrained}/checkpoints/last.ckpt"
+            check(run_ladder([*ladder, *own, weights, f"out={out}/mae-{labels}-{seed}"], train))
+    text = report(out, given.seeds)
+    print(text)
+    replace_section(text)
+
+
+def check(status: int) -> None:
+    if status:
+        sys.exit(f"a run ended with status {status}")
+
+
+def report(out: Path, seeds: int) -> str:
+    """The section of docs/results.md."""
+    runs = [read_metrics(out / f"pretrain-{seed}", "val") for seed in range(seeds)]
+    first, last = ({key: [run[at][key] for run in runs] for key in runs[0][at]} for at in (0, -1))
+    lines = [
+        TITLE,
+        "",
+        f"`python benchmarks/mae_digits.py --seeds {seeds}`: recipe `mae_digits`, then `ladder_digits` with",
+        "`model.variant=mae_ti2`, from its last weights and from the same encoder untrained; all 1,438 labelled images, or 10",
+        "of each class; accuracy in percent on 359 images, mean and standard deviation over the seeds.",
+        f"torch {torch.__version__}, {platform.machine()}, CPU.",
+        "",
+        f"Pretraining: validation loss {spread(first['loss'], 3)} after 30 epochs, {spread(last['loss'], 3)} at the end; live",
+        f"probe {spread(last['probe_acc1'])} %, neighbours {spread(last['knn_k20_t0.07_acc1'])} %.",
+        "",
+        "| labels | rung | MAE | untrained encoder | margin |",
+        "|---|---|---|---|---|",
+    ]
+    for labels in ("all", "few"):
+        for rung in ("probe", "last_block", "full"):
+            mae, random = (
+                [accuracy(out / f"{start}-{labels}-{seed}", rung) for seed in range(seeds)]
+                for start in ("mae", "random")
+            )
+            margin = statistics.mean(mae) - statistics.mean(random)
+            lines.append(f"| {labels} | {rung} | {spread(mae)} | {spread(random)} | {margin:+.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def accuracy(folder: Path, rung: str) -> float:
+    return next(result.scores["acc1"] for result in read_results(folder) if result.rung == rung)
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.{digits}f} +- {deviation:.{digits}f}"
+
+
+def replace_section(text: str) -> None:
+    """Puts the section in its place, or at the end."""
+    old = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else "# Results\n"
+    before, found, after = old.partition(TITLE + "\n")
+    rest = after.partition("\n## ")
+    tail = f"\n## {rest[2]}" if found and rest[1] else ""
+    RESULTS.write_text(f"{before.rstrip()}\n\n{text}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    study()

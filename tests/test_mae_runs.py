@@ -1,0 +1,73 @@
+"""Whole runs of MAE: resume in mid-epoch, two processes, and the way from pretraining to the ladder's recipes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny, torchrun
+
+from vitfw import checkpoint
+from vitfw.report.recorder import read_metrics
+from vitfw.train import main
+
+MAE = "recipe=mae_digits ema.decay=null optim.clip_norm=null task.decoder_width=24 model.heads=2".split()  # noqa: SIM905
+MIXING = ("augment.mixup", "augment.cutmix", "ema.decay", "model.drop_path")
+
+
+def mae(*words: str) -> list[str]:
+    """A run of nine steps; `words` take the place of its own."""
+    keys = {word.partition("=")[0] for word in words}
+    own = [word for word in tiny(*MAE) if not word.startswith(MIXING)]
+    return [word for word in own if word.partition("=")[0] not in keys] + list(words)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_metrics(folder, "train")}
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load(folder / "checkpoints" / "last.ckpt")["model"]
+
+
+def test_resume_in_mid_epoch_and_two_processes(tmp_path: Path) -> None:
+    """Stopped after step 4 of 9 and continued: bit-equal, the probe too. Two processes, no search for unused parameters:
+    the same losses; the probe's BatchNorm alone sees other batches."""
+    assert main(mae(f"out={tmp_path}/uncut")) == 0
+    assert main(mae(f"out={tmp_path}/cut", "stop_after=4")) == 75
+    assert main(mae(f"out={tmp_path}/cut")) == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "uncut")
+    whole = state(tmp_path / "uncut")
+    assert all(torch.equal(value, whole[name]) for name, value in state(tmp_path / "cut").items())
+    small = mae("machine.images_per_device=16")
+    assert main([*small, f"out={tmp_path}/one"]) == 0
+    two = torchrun(2, [*small, f"out={tmp_path}/two"])
+    assert two.returncode == 0, two.stderr
+    for step, loss in losses(tmp_path / "one").items():
+        assert abs(losses(tmp_path / "two")[step] - loss) < 1e-5 * abs(loss)
+    one, two_values = ({r["step"]: r["loss"] for r in read_metrics(tmp_path / name, "val")} for name in ("one", "two"))
+    for step, loss in one.items():
+        assert abs(two_values[step] - loss) < 1e-5 * loss
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")  # the frozen encoder of the probe is meant to be
+def test_from_pretraining_to_probe_and_fine_tuning(tmp_path: Path) -> None:
+    """The encoder of a run loads into the published probe and the published fine-tuning; what is new there is named."""
+    run = tmp_path / "pretrain"
+    once = ["train.epochs=1", "optim.warmup_epochs=0"]
+    assert main(mae(*once, f"out={run}")) == 0
+    from_run = [*once, f"weights={run}/checkpoints/last.ckpt", "model.variant=mae_ti2", "model.image_size=8"]
+    from_run += ["model.in_channels=1", "model.mlp_ratio=2", "model.class_token=false", "task.num_classes=10"]
+    from_run += ["data.train=data/digits/train-*.tar", "data.val=data/digits/val-*.tar", "augment.policy=digits"]
+    rest = [word for word in mae(*from_run) if not word.startswith(("recipe=", "task.decoder"))]
+    assert main([*rest, "recipe=mae_b_probe", "model.pool=gap", f"out={tmp_path}/probe"]) == 0
+    tune = ["recipe=mae_b_finetune", "augment.mixup=0", "augment.cutmix=0", "augment.erasing=0"]
+    assert main([*rest, *tune, f"out={tmp_path}/tune"]) == 0
+    before, after = state(run), state(tmp_path / "probe")
+    for name, value in before.items():
+        if name.startswith("encoder."):
+            assert torch.equal(after[f"net.{name.removeprefix('encoder.')}"], value), name
+    tuned = state(tmp_path / "tune")
+    assert "net.fc_norm.weight" in tuned
+    assert "net.norm.weight" not in tuned
+    moved = (tuned["net.blocks.0.mlp.fc1.weight"] - before["encoder.blocks.0.mlp.fc1.weight"]).abs().max()
+    assert 0 < moved < 0.02  # three steps away from the pretrained weights, not from a fresh start
