@@ -26,8 +26,8 @@ from vitfw.trainer import AfterStep  # noqa: E402
 STRETCH = 4  # steps with the hooks, then as many without
 STEPS = 160
 WORDS = f"""
-recipe=digits machine=cpu model.variant=vit_ti4 model.image_size=32 model.width=192 model.depth=6 model.heads=3
-data.train={ROOT}/data/digits/train-*.tar data.val=null train.global_batch=64 train.epochs=8 optim.warmup_epochs=1
+recipe=digits machine=cpu model.variant=vit_ti4 model.image_size=32 model.width=96 model.depth=4 model.heads=3 machine.threads=1
+data.train={ROOT}/data/digits/train-*.tar data.val=null train.global_batch=32 train.epochs=8 optim.warmup_epochs=1
 optim.clip_norm=1.0 eval.every_epochs=0 log.every=10 log.progress=off machine.save_every_steps=50 stop_after={STEPS}
 """.split()
 
