@@ -86,6 +86,9 @@ def test_a_signal_in_an_evaluation_ends_it_and_the_next_start_makes_up_for_it(fa
     assert attempts == {3: 1, 6: 1, 9: 1}
     assert steps(folder / "evaluation") == list(range(1, 10))
     assert not (folder / "evaluation" / "stopped").exists()
+    best_step = last(folder, "evaluation")["progress"]["best_step"]
+    for name, key in (("best.ckpt", "val/acc1"), ("best_ema.ckpt", "val_ema/acc1")):  # the first one may be the best
+        assert checkpoint.load(folder / "evaluation" / "checkpoints" / name)["progress"]["step"] == best_step[key]
 
 
 def test_further_signals_change_nothing_not_even_in_the_save(faults: tuple[Path, str]) -> None:

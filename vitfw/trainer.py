@@ -173,7 +173,6 @@ class AfterStep(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not self._begun:  # no step was left, but an evaluation
             self._begin(trainer, pl_module)
-            self.save(trainer, pl_module)
             self.on_train_end(trainer, pl_module)
 
     def _begin(self, trainer: pl.Trainer, module: Any) -> None:
@@ -189,6 +188,7 @@ class AfterStep(pl.Callback):
         self.stop.install()
         if self.evaluation_pending:
             self.stopped = trainer.should_stop = not self._evaluate(module, self.progress.step)
+            self.save(trainer, module)  # a best that is only remembered would have no file
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         module: Module = pl_module
