@@ -39,7 +39,7 @@ def main() -> None:
     for start in range(0, options.images, options.batch):
         index = torch.arange(start, start + options.batch)
         index = torch.where(index < options.images, index, -1)
-        batches.append({"image": pictures, "label": index % options.classes, "index": index})
+        batches.append({"image": pictures, "label": index % min(options.classes, options.images // 4), "index": index})
     config = ProbeConfig(pools=("cls", "cls_mean"), blocks=(1, 4), least_steps=1)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()

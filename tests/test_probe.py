@@ -193,6 +193,8 @@ def test_split__never_takes_a_class_whole_and_at_most_a_fifth() -> None:
     assert 1 in labels[split.fit] and len(split.held) <= 20
     with pytest.raises(ValueError, match="4 training images are too few"):
         split_training(np.zeros(4, int))
+    with pytest.raises(ValueError, match="one image of every class: none can be held out"):
+        split_training(np.arange(40))
     with pytest.raises(ValueError, match="holdout=0"):
         split_training(np.zeros(40, int), share=0)
 

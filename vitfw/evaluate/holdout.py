@@ -33,6 +33,8 @@ def split_training(
         raise ValueError(f"{images} training images are too few to hold some out; at least 5 are needed")
     order = shuffled_rows(images, derive(seed, "holdout"))
     held = np.sort(_by_class(labels, order, wanted) if labels.ndim == 1 else order[:wanted])
+    if len(held) == 0:
+        raise ValueError(f"{name} has one image of every class: none can be held out; a probe needs two of some class")
     rest = np.setdiff1d(np.arange(images), held)
     return Split(rest, held, f"{len(held):,} of {images:,} images held out of {name} (seed {seed})")
 
