@@ -71,16 +71,47 @@ def explain(words: list[str]) -> int:
 def count(words: list[str]) -> int:
     """recipe=NAME key=value ...: parameters, multiply-adds and memory of the model, as exact integers"""
     from vitfw.config import load
-    from vitfw.models.cost import count_table
-    from vitfw.models.variants import resolve, shape_of
+    from vitfw.models.build import count_model
 
     if words and words[0] in ("-h", "--help"):
         print(count.__doc__)
         return 0
     config = load(words)
-    classes = getattr(config.task, "num_classes", 0)
-    print(count_table(shape_of(resolve(config.model)), classes))
+    print(count_model(config.model, num_classes=getattr(config.task, "num_classes", 0)))
     return 0
+
+
+def evaluate(words: list[str]) -> int:
+    """PLACE data.val=... [key=value ...]: exact metrics, calibration, robustness, predictions (docs/evaluate.md)"""
+    from vitfw.evaluate_command import evaluate_place
+
+    evaluate_place(*_place(words, "eval", evaluate))
+    return 0
+
+
+def probe(words: list[str]) -> int:
+    """PLACE data.train=... data.val=...: linear probes, nearest neighbours and regression on stored features"""
+    from vitfw.probe_command import probe_place
+
+    probe_place(*_place(words, "probe", probe))
+    return 0
+
+
+def predict(words: list[str]) -> int:
+    """PLACE IMAGE ... [key=value ...]: the best classes of image files"""
+    from vitfw.evaluate_command import predict_images
+
+    place, rest = _place(words, "predict", predict)
+    images = [word for word in rest if "=" not in word or Path(word).is_file()]
+    predict_images(place, images, [word for word in rest if word not in images])
+    return 0
+
+
+def _place(words: list[str], name: str, verb: Verb) -> tuple[str, list[str]]:
+    """The network's place and the words after it."""
+    if not words or words[0] in ("-h", "--help") or "=" in words[0]:
+        raise ValueError(f"vitfw {name} {(verb.__doc__ or '').splitlines()[0]}")
+    return words[0], words[1:]
 
 
 def shards(words: list[str]) -> int:
@@ -155,15 +186,25 @@ def export(words: list[str]) -> int:
 
 
 def show(words: list[str]) -> int:
-    """augment recipe=NAME ... [-o FILE.png]: real samples before and after augmentation"""
+    """augment recipe=NAME ... | reconstruct PLACE IMAGES ...: pictures of what a run sees and makes"""
+    if words[:1] == ["reconstruct"]:
+        from vitfw.show import show_reconstruct
+
+        return show_reconstruct(words[1:])
+    if words[:1] == ["augment"]:
+        return show_augment(words[1:])
+    raise ValueError(f"vitfw show {(show.__doc__ or '').splitlines()[0]}")
+
+
+def show_augment(words: list[str]) -> int:
+    """recipe=NAME key=value ... [-o FILE.png]: real samples before and after augmentation"""
     from vitfw.config import load
     from vitfw.data.decode import decode
     from vitfw.data.section import open_split
     from vitfw.data.sheet import contact_sheet
     from vitfw.models.variants import input_size
 
-    parser = _parser("show", show)
-    parser.add_argument("what", choices=("augment",))
+    parser = _parser("show augment", show_augment)
     parser.add_argument("-o", "--out", default="augment.png")
     parser.add_argument("--samples", type=int, default=6, help="rows of the sheet")
     given, rest = parser.parse_known_args(words)
@@ -172,12 +213,15 @@ def show(words: list[str]) -> int:
     channels = config.model.in_channels
     step = max(1, len(samples) // given.samples)
     images = [decode(samples.read(row), channels=channels) for row in range(0, len(samples), step)][: given.samples]
-    size = input_size(config.model)
-    print(
-        contact_sheet(
-            images, config.augment, Path(given.out), size=size, channels=channels, seed=config.train.seed or 0
-        )
+    path = contact_sheet(
+        images,
+        config.augment,
+        Path(given.out),
+        size=input_size(config.model),
+        channels=channels,
+        seed=config.train.seed or 0,
     )
+    print(f"wrote {path}")
     return 0
 
 
@@ -198,6 +242,9 @@ VERBS: dict[str, Verb] = {
     "explain": explain,
     "count": count,
     "shards": shards,
+    "eval": evaluate,
+    "probe": probe,
+    "predict": predict,
     "export": export,
     "show": show,
 }

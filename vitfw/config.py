@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from vitfw.data.augment import AugmentConfig
 from vitfw.data.section import DataConfig
 from vitfw.ema import EmaConfig
+from vitfw.evaluate.freezing import FreezeConfig
 from vitfw.evaluate.metrics import EvalConfig
 from vitfw.launch import MachineConfig
 from vitfw.models.load_report import LoadConfig
@@ -31,17 +32,8 @@ from vitfw.schedules import TrainConfig
 from vitfw.tasks import TASKS
 from vitfw.tasks.task import TaskConfig
 
-RECIPE_SECTIONS = (
-    "model",
-    "load",
-    "task",
-    "data",
-    "augment",
-    "optim",
-    "ema",
-    "train",
-    "eval",
-)  # all that may change the result
+# all that may change the result
+RECIPE_SECTIONS = ("model", "load", "freeze", "task", "data", "augment", "optim", "ema", "train", "eval")
 MACHINE_SECTIONS = ("machine", "log")
 MACHINE_DATA_KEYS = ("data.train", "data.val", "data.cache")  # where the data lies is a fact about the machine
 _PACKAGE = Path(__file__).parent
@@ -57,6 +49,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
+    freeze: FreezeConfig = field(default_factory=FreezeConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

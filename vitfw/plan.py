@@ -5,10 +5,10 @@ import yaml
 
 from vitfw.config import Config
 from vitfw.data.section import open_data
+from vitfw.evaluate.freezing import freeze
 from vitfw.launch import Launch, split_batch
-from vitfw.models.cost import count_table
+from vitfw.models.build import count_model
 from vitfw.models.grouping import layer_table
-from vitfw.models.variants import resolve, shape_of
 from vitfw.optim import parameter_groups, resolve_learning_rate
 from vitfw.schedules import Length, learning_rate, resolve_length
 from vitfw.tasks import build_task
@@ -24,13 +24,14 @@ def plan_text(config: Config, launch: Launch) -> str:
     micro, accumulation = split_batch(length.global_batch, launch.world, config.machine.images_per_device)
     with torch.device("meta"):
         task = build_task(config.task, config.model, num_classes=num_classes)
+    freeze(task, config.freeze)
     layers = task.parameter_layers(config.optim.norm_layer)
     groups = parameter_groups(task.named_parameters(), layers, config.optim, length.global_batch)
     parts = [
         ("configuration", yaml.safe_dump(config.recipe_part(), sort_keys=False, default_flow_style=None, width=120).rstrip()),
         ("parameters", layer_table(groups)),
         ("schedule", _schedule(config, length, rate.value)),
-        ("cost", _cost(config, task.num_classes or 0, length)),
+        ("cost", count_model(config.model, num_classes=task.num_classes or 0, images=length.total_images)),
         ("run", "\n".join([
             f"data           {data_text}",
             f"length         {length.describe()}",
@@ -68,9 +69,3 @@ def _schedule(config: Config, length: Length, peak: float) -> str:
         for step in steps
     ]
     return "\n".join(rows)
-
-
-def _cost(config: Config, num_classes: int, length: Length) -> str:
-    if config.model.variant.startswith("timm:"):
-        return f"{config.model.variant}: counted only for the ViTs of vitfw"
-    return count_table(shape_of(resolve(config.model)), num_classes, images=length.total_images)

@@ -10,6 +10,7 @@ from vitfw.data.augment import AugmentConfig, resolve_policy, statistics
 from vitfw.data.index import Samples
 from vitfw.data.mix import BatchAugment
 from vitfw.data.section import open_data
+from vitfw.evaluate.freezing import freeze
 from vitfw.launch import Launch, broadcast, split_batch
 from vitfw.models.load_report import LoadReport
 from vitfw.models.preprocess import Preprocessing
@@ -53,6 +54,7 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     task = build_task(config.task, config.model, num_classes=train_set.num_classes)
     preprocessing = evaluation_preprocessing(config.augment, config.model, train_set.classes)
     report = _load_weights(config, task, preprocessing)
+    freeze(task, config.freeze)
     augment = BatchAugment(
         config.augment, channels=config.model.in_channels, num_classes=task.num_classes, smoothing=task.smoothing
     )

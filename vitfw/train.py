@@ -27,7 +27,11 @@ def main(words: Sequence[str]) -> int:
 
         print(help_text())
         return FINISHED if words else REFUSED
+    from vitfw.ladder import is_ladder, run_ladder
+
     try:
+        if is_ladder(words):
+            return run_ladder(words, train)
         config, launch = load(words), detect_launch()
         check_launch(launch, config.machine)
         if config.dry_run:
