@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -361,6 +363,46 @@ def test_layouts__p32_one_shard_many_workers(tmp_path):
         assert (
             sorted(row for rows in ranks for row in rows) == list(range(12)) and len({len(rows) for rows in ranks}) == 1
         )
+
+
+KEPT = []  # what a program still refers to when it ends
+
+
+def preemptible_rank(samples) -> None:
+    """A rank that answers SIGTERM by itself, is signalled with all its workers, goes on, and ends with loaders in use."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    loader = build(samples, workers=2)
+    batches = iter(loader)
+    KEPT.extend([loader, batches, next(batches)])
+    for worker in loader.loader._iterator._workers:  # type: ignore[union-attr]
+        os.kill(worker.pid, signal.SIGTERM)
+    assert len(list(batches)) == len(loader) - 1
+
+
+def test_signals__workers_outlive_a_preemption_and_end_with_their_rank(tmp_path):
+    samples = open_samples(make_shards(tmp_path, [40]))
+    rank = multiprocessing.get_context("fork").Process(target=preemptible_rank, args=(samples,))
+    rank.start()
+    rank.join(timeout=60)
+    assert rank.exitcode == 0
+
+
+PROGRAM = """
+import signal, sys
+sys.path.insert(0, "tests")
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+from test_loader import build
+from vitfw.data.index import open_samples
+loader = build(open_samples(sys.argv[1]), workers=1)
+batches = iter(loader)
+next(batches)
+"""
+
+
+def test_signals__a_program_with_its_own_handler_ends(tmp_path):
+    pattern = make_shards(tmp_path, [40])
+    done = subprocess.run([sys.executable, "-c", PROGRAM, pattern], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == ""
 
 
 def memory(pids: list[int], kind: str) -> int:

@@ -1,15 +1,18 @@
 """Loaders from samples, transform and order: uint8 batches, exact resume, bad images reported once."""
 
 import json
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from vitfw.data.dataset import ImageDataset, Sample, Transform
 from vitfw.data.index import Samples
@@ -51,6 +54,7 @@ class Loader:
         trace: Path | None = None,
     ) -> None:
         self.loader, self.samples, self.ledger, self.order, self.trace = loader, samples, ledger, order, trace
+        Finalize(self, _end_workers, args=(loader,), exitpriority=100)  # runs before multiprocessing waits for children
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -197,7 +201,31 @@ def _torch_loader(
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each epoch would draw a number from the training step's generator
+            worker_init_fn=_leave_signals_to_the_main_process,
         )
+
+
+def _leave_signals_to_the_main_process(worker: int) -> None:
+    """A scheduler that preempts a job signals all its processes: the main one saves, and needs its workers until then.
+
+    (A fork inherits handlers, so without this a worker would run the main process's own.)
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers(loader: DataLoader) -> None:
+    """Ends the processes of a loader. Python ends its children with SIGTERM, which these ignore, and would wait for ever."""
+    iterator = loader._iterator
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return
+    iterator._shutdown_workers()  # in good order; torch makes this a no-op once Python is exiting
+    if iterator._worker_pids_set:  # else torch would report the kill as a failure
+        torch._C._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    for process in iterator._workers:
+        if process.is_alive():
+            process.kill()
 
 
 @contextmanager
