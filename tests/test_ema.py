@@ -119,6 +119,7 @@ def test_half_life_in_images_is_the_same_for_any_batch() -> None:
 
 
 def test_bfloat16_weights_have_a_float32_average_that_moves() -> None:
+    """P35."""
     net = nn.Linear(1, 1, bias=False).bfloat16()
     net.weight.data.fill_(1.0)
     ema = Ema(net.named_parameters(), EmaConfig(decay=0.9999), LENGTH)

@@ -66,6 +66,7 @@ def test_unlabelled_rows_count_nowhere() -> None:
 @pytest.mark.parametrize(("classes", "loss"), [(1000, 6.9078), (100, 4.6052), (10, 2.3026)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_zero_head_starts_at_ln_k(classes: int, loss: float, smoothing: float) -> None:
+    """P77."""
     _, label = case(8, classes)
     target = 0.7 * soft_targets(label, classes, smoothing) + 0.3 * soft_targets(label.flip(0), classes, smoothing)
     value = soft_cross_entropy(torch.zeros(8, classes), target).item()
@@ -81,7 +82,7 @@ def test_sigmoid_loss_of_augreg() -> None:
 
 
 def test_bce_of_deit3_equals_timms() -> None:
-    """Both partners of a mixed image count in full; mean over batch and classes."""
+    """P80: both partners of a mixed image count in full; mean over batch and classes."""
     logits, label = case(6, 5)
     mixed = 0.8 * soft_targets(label, 5, 0.0) + 0.2 * soft_targets(label.flip(0), 5, 0.0)
     reference = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0)(logits, mixed)
@@ -89,6 +90,7 @@ def test_bce_of_deit3_equals_timms() -> None:
 
 
 def test_multi_label() -> None:
+    """P80."""
     logits, _ = case(3, 4)
     rows = torch.tensor([[1.0, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     reference = F.binary_cross_entropy_with_logits(logits, rows, reduction="sum") / 3
@@ -96,6 +98,7 @@ def test_multi_label() -> None:
 
 
 def test_impossible_combinations_are_refused() -> None:
+    """P80."""
     with pytest.raises(ValueError, match=r"task.smoothing=0.1 with task.loss=bce: .* every class positive"):
         check_loss("bce", smoothing=0.1, multi_label=False)
     with pytest.raises(ValueError, match=r"task.loss=softmax on multi-label targets"):
@@ -143,7 +146,7 @@ def test_accuracy_under_mixing() -> None:
 
 @pytest.mark.parametrize("classes", [10, 100, 1000])
 def test_a_head_of_zeros_leaves_the_backbone_alone_for_one_step(classes: int) -> None:
-    """First loss ln K under mixing and smoothing, backbone gradients exactly 0, the head.s not; then all move."""
+    """P77: first loss ln K under mixing and smoothing, backbone gradients exactly 0, the head's not; then all move."""
     torch.manual_seed(0)
     net = build_model(ModelConfig(variant="vit_ti4", image_size=8, depth=2, zero_head=True), num_classes=classes)
     augment = BatchAugment(AugmentConfig(mixup=0.8, cutmix=1.0), num_classes=classes, smoothing=0.1)

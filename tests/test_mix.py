@@ -65,6 +65,7 @@ def test_any_batch_size_and_channels(count: int, channels: int, pairing) -> None
 
 
 def test_smoothing_once() -> None:
+    """P80."""
     rows = soft_targets(torch.tensor([3, -1]), 1000, 0.1)
     assert rows[0, 3].item() == pytest.approx(0.9001)
     assert rows[0, 4].item() == pytest.approx(0.0001)
@@ -76,6 +77,7 @@ def test_smoothing_once() -> None:
 
 
 def test_multi_label_targets_stay_within_zero_and_one() -> None:
+    """P80."""
     rows = torch.tensor([[1.0, 0, 1], [0, 0, 0]])
     torch.testing.assert_close(soft_targets(rows, 3, 0.2), torch.tensor([[0.9, 0.1, 0.9], [0.1, 0.1, 0.1]]))
     data = batch(2) | {"label": rows}

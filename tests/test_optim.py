@@ -140,7 +140,7 @@ def test_section_checks_ranges_and_unread_keys(keys: dict, message: str) -> None
 
 
 def test_layer_decay_reaches_the_live_optimiser_at_each_step() -> None:
-    """Depth 4, decay 0.5: the rates of the live groups, under a constant and a warm-up + cosine schedule."""
+    """P11: depth 4, decay 0.5: the rates of the live groups, under a constant and a warm-up + cosine schedule."""
     net = Net()
     expected = {"head.weight": 1.0, "norm.weight": 0.5, "blocks.3.fc.weight": 0.5, "blocks.2.fc.weight": 0.25}
     expected |= {"blocks.1.fc.weight": 0.125, "blocks.0.fc.weight": 0.0625}
@@ -214,6 +214,7 @@ TOKENS = {"cls_token", "reg_token", "dist_token", "mask_token", "pos_embed"}
     ],
 )
 def test_no_decay_lists(rule, free_tokens) -> None:
+    """P12."""
     net = Net()
     free = {name for name, (_, decay) in table(parameter_groups(net.named_parameters(), net.layers(), config(no_decay=rule), 1)).items() if not decay}  # fmt: skip  # noqa: E501
     vectors = {name for name, parameter in net.named_parameters() if parameter.ndim == 1}
@@ -236,7 +237,7 @@ def test_nested_names_follow_the_same_rules() -> None:
 
 
 def test_wrappers_and_freezing_change_nothing(tmp_path: Path) -> None:
-    """Compile, activation checkpointing and DDP rename parameters; frozen blocks must not shift the places."""
+    """P11, P12: compile, activation checkpointing and DDP rename parameters; frozen blocks must not shift the places."""
     bare, section = Net(), config(layer_decay=0.5, weight_decay=0.1)
     expected = table(parameter_groups(bare.named_parameters(), bare.layers(), section, 1))
     checkpointed = Net()
@@ -380,7 +381,7 @@ def test_lamb_with_clipping_equals_timms_own_clipping() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_clipping_acts_on_true_gradients(scale: float) -> None:
-    """SGD at rate 1 with a gradient of norm 10, clipped to 1 after unscaling: the weights move by 1, 10 is reported."""
+    """P53: SGD at rate 1 with a gradient of norm 10, clipped to 1 after unscaling: the weights move by 1, 10 is reported."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     for _ in range(4):  # four micro-batches; a scaler multiplied the loss
@@ -394,6 +395,7 @@ def test_clipping_acts_on_true_gradients(scale: float) -> None:
 
 @given(norm=st.sampled_from([None, 0, 0.0, 5.0]), count=st.integers(1, 4), scale=st.floats(0, 100))
 def test_clipping_against_torch(norm: float | None, count: int, scale: float) -> None:
+    """P53."""
     generator = torch.Generator().manual_seed(count)
     mine = [nn.Parameter(torch.zeros(3, 2)) for _ in range(count + 1)]
     for parameter in mine[:-1]:  # the last one has no gradient
@@ -478,7 +480,7 @@ def _train(net: Net, images: torch.Tensor) -> tuple[dict, list[float], dict]:
 
 
 def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
-    """Groups, clipping by the norm over all shards, frozen parts and the average under FSDP2 on two processes."""
+    """P12, P46, P48, P49: groups, clipping by the norm over all shards, frozen parts and the average, FSDP2 on two processes."""
     net, images = _partly_frozen()
     start = {name: value.detach().clone() for name, value in net.named_parameters()}
     rows, norms, expected = _train(net, images)

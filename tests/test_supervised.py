@@ -1,5 +1,6 @@
 """Supervised training through the real command: accumulation, layer decay in the live optimiser, clipping, heads of zeros."""
 
+import io
 import json
 import math
 import os
@@ -8,14 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, tiny
-from make_shards import make_shards
+from make_shards import make_shards, write_tar
+from PIL import Image
 
 from vitfw import checkpoint
 from vitfw.config import load
+from vitfw.data.augment import eval_transform, resolve_policy
 from vitfw.launch import Launch
+from vitfw.models.variants import resolve
 from vitfw.prepare import prepare
 from vitfw.report.recorder import read_metrics
 from vitfw.train import main
@@ -269,3 +274,31 @@ def test_three_classes_have_no_top_5_and_one_class_is_refused(
     one = [word for word in words if not word.startswith("task.num_classes")]
     assert main([*one, "task.num_classes=1", f"out={tmp_path / 'one'}"]) == 2
     assert "task.num_classes=1: must be 2 or more" in capsys.readouterr().err
+
+
+def test_small_images_are_handled_as_small_images(tmp_path: Path) -> None:
+    """P76: CIFAR's recipes see 64 patches, a padded crop and the whole image in evaluation, and learn ten coloured classes."""
+    config = load(["recipe=cifar10_vit_ti"])
+    grid = resolve(config.model).grid
+    assert grid == (8, 8)
+    policy = resolve_policy(config.augment)
+    assert policy.crop == "padded" and policy.eval_crop == 1.0
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    seen = eval_transform(config.augment, size=(32, 32))(Image.fromarray(pixels))
+    assert torch.equal(seen, torch.from_numpy(pixels).permute(2, 0, 1))
+
+    colours = np.random.default_rng(1).integers(40, 216, (10, 1, 1, 3))
+    noise = np.random.default_rng(2).normal(0, 20, (200, 32, 32, 3))
+    members = []
+    for number in range(200):
+        buffer = io.BytesIO()
+        Image.fromarray((colours[number % 10] + noise[number]).clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
+        members += [(f"{number:03d}.png", buffer.getvalue()), (f"{number:03d}.cls", str(number % 10).encode())]
+    tar = write_tar(tmp_path / "colours.tar", members)
+    words = [
+        "recipe=cifar10_vit_ti", "machine=cpu", "machine.threads=1", f"data.train={tar}", f"data.val={tar}", "model.depth=2",
+        "model.width=48", "model.heads=3", "train.epochs=12", "train.global_batch=20", "optim.warmup_epochs=2", "optim.lr=2e-3",
+        "eval.every_epochs=0", "augment.operations=", f"out={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert main(words) == 0
+    assert read_metrics(tmp_path / "run", "val")[-1]["acc1"] > 90

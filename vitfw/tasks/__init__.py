@@ -8,6 +8,7 @@ from vitfw.tasks.classify import ClassifyConfig, build_classify
 from vitfw.tasks.distill import DistillConfig, build_distill
 from vitfw.tasks.mae import MaeConfig, build_mae
 from vitfw.tasks.mae_probe import MaeProbeConfig, build_mae_probe
+from vitfw.tasks.multi_label import MultiLabelConfig, build_multi_label
 from vitfw.tasks.task import Task, TaskConfig
 
 # name -> (its config dataclass, its builder (config, model config, num_classes of the data) -> task)
@@ -16,6 +17,7 @@ TASKS: dict[str, tuple[type[TaskConfig], Callable[..., Task]]] = {
     "distill": (DistillConfig, build_distill),
     "mae": (MaeConfig, build_mae),
     "mae_probe": (MaeProbeConfig, build_mae_probe),
+    "multi_label": (MultiLabelConfig, build_multi_label),
 }
 
 
