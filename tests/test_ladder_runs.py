@@ -105,6 +105,13 @@ def test_a_mistake_in_a_later_rung_stops_before_the_first(tmp_path: Path) -> Non
     assert not (tmp_path / "ladder").exists()
 
 
+def test_a_ladder_without_what_it_compares_by_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.val is not given: a ladder compares its rungs on it"):
+        run(["recipe=ladder", "data.train=data/digits/train-*.tar"])
+    with pytest.raises(ConfigError, match=r"task.name=mae: a ladder compares top-1 accuracies"):
+        run(["recipe=ladder", "data.val=data/digits/val-*.tar", "task.name=mae", "ladder.rungs=[probe]"])
+
+
 # Runs
 
 

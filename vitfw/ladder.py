@@ -119,6 +119,10 @@ def run_ladder(words: Sequence[str], train: Callable[[Config, Launch, list[str]]
         check_launch(launch, config.machine)
         if config.data.val is None:
             raise ConfigError("data.val is not given: a ladder compares its rungs on it")
+        if config.task.name != "classify":
+            raise ConfigError(
+                f"task.name={config.task.name}: a ladder compares top-1 accuracies; use task.name=classify"
+            )
         if config.dry_run:
             print(plan_text(config, launch))
     if configs[rungs[0]].dry_run:
