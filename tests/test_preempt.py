@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from torch.utils.data import DataLoader
 
 from vitfw import checkpoint
 from vitfw.launch import Launch, MachineConfig
-from vitfw.preempt import SPARE_SECONDS, Answer, StoppedError, StopRequest, deadline, ignore_signals
+from vitfw.preempt import SPARE_SECONDS, Answer, DeafWorkers, StoppedError, StopRequest, deadline
 from vitfw.report.recorder import read_metrics
+from vitfw.tasks.classify import ClassifyTask
+from vitfw.train import main
 from vitfw.trainer import build_trainer
 
 
@@ -89,7 +93,7 @@ def test_the_clock_is_ours_or_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loader_workers_outlive_the_signals_that_a_scheduler_sends_to_all() -> None:
     """P57: torch ends a worker at SIGTERM, and the run with it, before it could save."""
     loader = DataLoader(
-        torch.utils.data.TensorDataset(torch.arange(64.0)), batch_size=4, num_workers=1, worker_init_fn=ignore_signals
+        torch.utils.data.TensorDataset(torch.arange(64.0)), batch_size=4, num_workers=1, worker_init_fn=DeafWorkers()
     )
     batches = iter(loader)
     next(batches)
@@ -97,6 +101,30 @@ def test_loader_workers_outlive_the_signals_that_a_scheduler_sends_to_all() -> N
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(worker.pid, number)
     assert len(list(batches)) == 15
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise SystemExit(3)", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_a_process_that_leaves_its_loader_behind_ends(end: str) -> None:
+    """Workers that ignored TERM for good would keep it waiting for ever."""
+    script = f"""
+        import os, signal, sys, torch
+        from torch.utils.data import DataLoader, TensorDataset
+        from vitfw.preempt import DeafWorkers
+        loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=4, num_workers=2, persistent_workers=True,
+                            worker_init_fn=DeafWorkers())
+        batches = iter(loader)
+        next(batches)
+        kept = [batches, loader, loader._iterator]
+        print(*(worker.pid for worker in batches._workers), flush=True)
+        {end}
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert done.returncode in (3, -signal.SIGTERM), done.stderr
+    end_of_workers = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split()):
+        assert time.monotonic() < end_of_workers, "a worker outlived its process"
+        time.sleep(0.1)
 
 
 def test_the_private_names_of_lightning_that_are_replaced_exist() -> None:
@@ -109,6 +137,31 @@ def test_the_private_names_of_lightning_that_are_replaced_exist() -> None:
     before = signal.getsignal(signal.SIGTERM)
     trainer._signal_connector.register_signal_handlers()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_stopped_in_its_last_evaluation_makes_up_for_it_without_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is left then, but the run is not finished: it has no result."""
+    real, calls = ClassifyTask.measure, []
+
+    def measure(self: ClassifyTask, batch: Any, measures: Any) -> None:
+        calls.append(len(batch["image"]))
+        if len(calls) == 60:  # the third evaluation: 12 batches, raw and averaged weights
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self, batch, measures)
+
+    monkeypatch.setattr(ClassifyTask, "measure", measure)
+    folder = tmp_path / "run"
+    words = [*TINY, f"out={folder}", "machine.eval_images_per_device=32"]
+    assert main(words) == 75
+    progress = checkpoint.load(folder / "checkpoints" / "last.ckpt")["progress"]
+    assert (progress["step"], progress["evaluated"]) == (9, 6)
+    assert main(words) == 0
+    progress = checkpoint.load(folder / "checkpoints" / "last.ckpt")["progress"]
+    assert (progress["step"], progress["evaluated"]) == (9, 9)
+    assert [record["step"] for record in read_metrics(folder, "val")] == [3, 6, 9]
+    assert [record["step"] for record in read_metrics(folder, "train")] == list(range(1, 10))
 
 
 def test_a_real_signal_to_the_documented_command(tmp_path: Path) -> None:

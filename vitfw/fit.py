@@ -16,7 +16,7 @@ from vitfw.models.export import export_checkpoint
 from vitfw.models.variants import input_size
 from vitfw.module import Module
 from vitfw.parallel import place
-from vitfw.preempt import MARKER, StopRequest, ignore_signals
+from vitfw.preempt import MARKER, DeafWorkers, StopRequest
 from vitfw.prepare import Prepared
 from vitfw.report.dashboard import Dashboard, start_wandb
 from vitfw.report.progress import ProgressDisplay
@@ -69,6 +69,8 @@ class Fit:
             if len(self.loader) or self.after_step.evaluation_pending:
                 with warnings.catch_warnings():  # Lightning looks for srun although it was told how the run was started
                     warnings.filterwarnings("ignore", message=".*`srun` command is available")
+                    # no step is left where the last evaluation is made up for
+                    warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
                     self.trainer.fit(self.module, self.loader)
         except BaseException:
             self.after_step.recorder.close(status=1)
@@ -138,7 +140,7 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
         )
     for each in (loader, eval_loader):
         if each is not None:
-            each.loader.worker_init_fn = ignore_signals
+            each.loader.worker_init_fn = DeafWorkers()
     module = Module(
         prepared.task,
         prepared.augment,

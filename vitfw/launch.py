@@ -248,17 +248,17 @@ def join_processes(launch: Launch, machine: MachineConfig) -> None:
         os.environ.setdefault("MASTER_PORT", str(_srun_port(os.environ)))
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
+        agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store: Any = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             launch.world,
-            # torchrun's agent may already hold the store; then every rank is a client of it
-            is_master=launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            is_master=launch.is_main and not agent_store,  # torchrun's agent may already hold the store
             timeout=timedelta(seconds=machine.rendezvous_seconds),
             wait_for_workers=False,
         )
-        # a restarted group must not read the keys that the last one left in the agent's store
-        store = PrefixStore(f"vitfw/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        if agent_store:  # which lives on: a restarted group must not read the keys that the last one left
+            store = PrefixStore(f"vitfw/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set(f"here/{launch.rank}", "1")
         store.wait([f"here/{rank}" for rank in range(launch.world)], timedelta(seconds=machine.rendezvous_seconds))
         dist.init_process_group(
