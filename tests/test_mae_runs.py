@@ -59,7 +59,14 @@ def test_from_pretraining_to_probe_and_fine_tuning(tmp_path: Path) -> None:
     from_run += ["model.in_channels=1", "model.mlp_ratio=2", "model.class_token=false", "task.num_classes=10"]
     from_run += ["data.train=data/digits/train-*.tar", "data.val=data/digits/val-*.tar", "augment.policy=digits"]
     rest = [word for word in mae(*from_run) if not word.startswith(("recipe=", "task.decoder"))]
-    assert main([*rest, "recipe=mae_b_probe", "model.pool=gap", f"out={tmp_path}/probe"]) == 0
+    probe = [*rest, "recipe=mae_b_probe", "model.pool=gap", "machine.images_per_device=16"]
+    assert main([*probe, f"out={tmp_path}/probe"]) == 0
+    sharded = torchrun(2, [*probe, "machine.strategy=fsdp2", f"out={tmp_path}/sharded"])
+    assert sharded.returncode == 0, sharded.stderr
+    one, two = (read_metrics(tmp_path / name, "val")[-1] for name in ("probe", "sharded"))
+    assert one["samples"] == two["samples"] == 359
+    # the ranks' BatchNorm statistics are averaged, one process follows its last micro-batch more: near, not equal
+    assert abs(one["loss"] - two["loss"]) < 0.05 * one["loss"]
     tune = ["recipe=mae_b_finetune", "augment.mixup=0", "augment.cutmix=0", "augment.erasing=0"]
     assert main([*rest, *tune, f"out={tmp_path}/tune"]) == 0
     before, after = state(run), state(tmp_path / "probe")

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitfw.models.layers import Linear
 
@@ -38,5 +39,18 @@ class ProbeHead(nn.Module):
         mean, variance = self.norm.running_mean, self.norm.running_var
         assert mean is not None
         assert variance is not None
-        weight = self.head.weight / (variance + self.norm.eps).sqrt()
-        return weight, self.head.bias - weight @ mean
+        weight = _whole(self.head.weight) / (variance + self.norm.eps).sqrt()
+        return weight, _whole(self.head.bias) - weight @ mean
+
+    @torch.no_grad()
+    def fold_into(self, linear: nn.Module) -> None:
+        """Makes a linear layer the one of `folded`, sharded or not. Called on all ranks."""
+        for name, value in zip(("weight", "bias"), self.folded(), strict=True):
+            target = linear.get_parameter(name)
+            if isinstance(target, DTensor):
+                value = distribute_tensor(value, target.device_mesh, target.placements)
+            target.copy_(value)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value

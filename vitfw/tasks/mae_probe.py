@@ -65,16 +65,14 @@ class MaeProbeTask(Task):
         self.probe.average_statistics()
         self.fold()
 
-    @torch.no_grad()
     def fold(self) -> None:
         """Writes the probe into the network's head."""
-        weight, bias = self.probe.folded()
-        head: nn.Module = self.net.get_submodule("head")
-        head.get_parameter("weight").copy_(weight)
-        head.get_parameter("bias").copy_(bias)
+        self.probe.fold_into(self.net.get_submodule("head"))
 
     def measures(self) -> dict[str, Metric]:
-        return {name: SumMetric(nan_strategy="disable").set_dtype(torch.float64) for name in ("loss", "hits", "samples")}
+        return {
+            name: SumMetric(nan_strategy="disable").set_dtype(torch.float64) for name in ("loss", "hits", "samples")
+        }
 
     def measure(self, batch: Batch, measures: Mapping[str, Metric]) -> None:
         logits, label = self.net(batch["image"]).float(), batch["label"]
