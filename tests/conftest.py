@@ -16,7 +16,7 @@ recipe=digits machine=cpu machine.threads=1 log.every=1
 data.fraction=0.08 data.trace=true train.global_batch=32 train.epochs=3 eval.every_epochs=1
 model.width=24 model.depth=2 model.heads=2 model.drop_path=0.2
 augment.mixup=0.8 augment.cutmix=1.0 optim.warmup_epochs=1 optim.clip_norm=1.0 ema.decay=0.9
-""".split()  # noqa: SIM905 - as one types it
+""".split()
 
 
 def tiny(*words: str) -> list[str]:

@@ -69,6 +69,8 @@ class Fit:
             if len(self.loader) or self.after_step.evaluation_pending:
                 with warnings.catch_warnings():  # Lightning looks for srun although it was told how the run was started
                     warnings.filterwarnings("ignore", message=".*`srun` command is available")
+                    # frozen parts are in evaluation mode on purpose
+                    warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
                     # no step is left where the last evaluation is made up for
                     warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
                     self.trainer.fit(self.module, self.loader)
