@@ -66,6 +66,7 @@ class PlainMae(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="s16")
+    parser.add_argument("--decoder", help="WIDTHxDEPTHxHEADS instead of the paper's, such as 192x4x6")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
@@ -81,7 +82,7 @@ def main() -> None:
 def compare(size: str, given: argparse.Namespace) -> None:
     """Prints the ratios of one encoder."""
     torch.manual_seed(0)
-    width, depth, heads = SHAPES[size]
+    width, depth, heads = map(int, given.decoder.split("x")) if given.decoder else SHAPES[size]
     config = MaeConfig(decoder_width=width, decoder_depth=depth, decoder_heads=heads, neighbours=0)
     model = ModelConfig(variant=f"mae_{size}")
     task = build_mae(config, model, num_classes=1000).to(given.device)
