@@ -43,9 +43,7 @@ class Module(pl.LightningModule):
         self.optim, self.length, self.ema_config = optim, length, ema
         self.seed, self.accumulation, self.rank, self.world = seed, accumulation, rank, world
         self.step = 0  # optimiser steps done in this run, over all attempts
-        self.sums: dict[
-            str, Tensor
-        ] = {}  # of what the task shows, on the device; read (and so synchronised) only to log
+        self.sums: dict[str, Tensor] = {}  # of what the task shows, on the device; only reading them synchronises
         self.micro_batches = 0  # summed since the last reading
         self.gradient_norm: Tensor | None = None
         self.ema: Ema | None = None  # made by `start_average`, once the weights lie where they stay
@@ -72,7 +70,9 @@ class Module(pl.LightningModule):
     def start_average(self) -> None:
         """Begins the average as a copy of the weights. Called after they were loaded, moved and sharded."""
         if self.ema_config.enabled:
-            self.ema = Ema(self.task.named_parameters(), self.ema_config, self.length)
+            stored = self.task.state_dict().keys()  # what is not stored (tables, normalisation) needs no average
+            buffers = [(name, buffer) for name, buffer in self.task.named_buffers() if name in stored]
+            self.ema = Ema([*self.task.named_parameters(), *buffers], self.ema_config, self.length)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """One micro-batch. Its random numbers are a function of (seed, step, place in the global batch), so a run that was
