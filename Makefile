@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+WORKERS ?= 2
 
 .PHONY: demo test check format clean
 .DEFAULT_GOAL := help
@@ -23,7 +24,7 @@ demo: $(VENV)/.installed
 	$(RUN) train.py recipe=digits out=runs/demo
 
 test: $(VENV)/.installed
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
