@@ -1,18 +1,22 @@
 """One command to a trained and exported network: what the run folder holds and what the words on the screen say."""
 
+import io
 import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
 import yaml
 from conftest import ROOT, TINY, tiny, torchrun
+from PIL import Image
 
 from vitfw import checkpoint
 from vitfw.config import load, names_of
+from vitfw.data.index import open_samples
 from vitfw.launch import Launch
 from vitfw.models.build import build_model
 from vitfw.models.export import export
@@ -80,6 +84,24 @@ def test_the_export_is_what_timm_loads_and_what_was_measured(finished: Path) -> 
     assert model.pretrained_cfg["input_size"] == (1, 8, 8)
     best = {name: state["progress"]["best"][name] for name in ("val/acc1", "val_ema/acc1")}
     assert best == json.loads((finished / "provenance.json").read_text())["finished"]
+
+
+def test_recorded_scores_equal_a_plain_evaluation_of_the_export(finished: Path) -> None:
+    """359 images in batches of 128 leave padding, which counts nowhere: not in the accuracy, and not in the loss."""
+    best = checkpoint.load(finished / "checkpoints" / "last.ckpt")["progress"]
+    split = max(("val", "val_ema"), key=lambda name: best["best"][f"{name}/acc1"])
+    record = next(r for r in read_metrics(finished, split) if r["step"] == best["best_step"][f"{split}/acc1"])
+    model = timm.create_model(f"local-dir:{finished / 'export'}", pretrained=True).eval()
+    samples = open_samples("data/digits/val-*.tar")
+    pixels = [np.array(Image.open(io.BytesIO(samples.read(row)))) for row in range(len(samples))]
+    images = torch.from_numpy(np.stack(pixels)).float()[:, None] / 255
+    mean, std = model.pretrained_cfg["mean"][0], model.pretrained_cfg["std"][0]
+    labels = torch.from_numpy(samples.labels).long()
+    with torch.no_grad():
+        logits = model((images - mean) / std)
+    assert record["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert record["acc1"] == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item(), abs=1e-9)
+    assert record["samples"] == 359
 
 
 def test_the_checkpoint_opens_with_the_safe_loader(finished: Path) -> None:

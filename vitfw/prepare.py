@@ -52,6 +52,7 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     seed = _seed(config, launch)
     seed_all(derive(seed, "init"))  # the same weights on every rank
     task = build_task(config.task, config.model, num_classes=train_set.num_classes)
+    _check_labels(config, task, train_set)
     preprocessing = evaluation_preprocessing(config.augment, config.model, train_set.classes)
     report = _load_weights(config, task, preprocessing)
     freeze(task, config.freeze)
@@ -60,6 +61,15 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     )
     return Prepared(
         train_set, val_set, length, rate, images_per_device, accumulation, seed, task, augment, preprocessing, report
+    )
+
+
+def _check_labels(config: Config, task: Task, train_set: Samples) -> None:
+    if task.num_classes is None or task.multi_label == train_set.multi_label:
+        return
+    found, wanted = ("several labels", "multi_label") if train_set.multi_label else ("one label", "classify")
+    raise ValueError(
+        f"task.name={config.task.name}: the images of data.train={config.data.train} have {found} each; use task.name={wanted}"
     )
 
 

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
+from torchmetrics import Metric
 
 from vitfw.models.build import build_model, parameter_layers
+from vitfw.models.label_scores import label_measures, label_results, measure_labels
 from vitfw.models.losses import LossName, check_loss, classification_loss, mixed_accuracy
 from vitfw.models.variants import ModelConfig
 from vitfw.tasks.task import Batch, Monitor, Task, TaskConfig
@@ -45,7 +43,7 @@ class ClassifyTask(Task):
         super().__init__()
         self.net = net
         self.loss: LossName = loss
-        self.num_classes = num_classes
+        self.classes = self.num_classes = num_classes
         self.smoothing = smoothing
 
     def losses(self, batch: Batch, progress: float) -> dict[str, Tensor]:
@@ -56,40 +54,14 @@ class ClassifyTask(Task):
         return {"loss": classification_loss(self.loss, logits, target), "acc1": 100.0 * hits}
 
     def measures(self) -> dict[str, Metric]:
-        assert self.num_classes is not None, "set in __init__"
-        found: dict[str, Metric] = {
-            "loss": MeanMetric(nan_strategy="disable").set_dtype(torch.float64),
-            "classes": MulticlassStatScores(self.num_classes, average=None, ignore_index=-1, validate_args=False),
-        }
-        if self.num_classes > 5:  # with fewer classes top-5 says nothing, and torchmetrics refuses it
-            found["acc5"] = MulticlassAccuracy(
-                self.num_classes, top_k=5, average="micro", ignore_index=-1, validate_args=False
-            )
-        return found
+        return label_measures(self.classes)
 
     def measure(self, batch: Batch, measures: Mapping[str, Metric]) -> None:
-        logits, label = self.net(batch["image"]).float(), batch["label"]
-        loss = F.cross_entropy(logits, label, ignore_index=-1, reduction="none")
-        measures["loss"].update(loss.double(), weight=(label >= 0).double())
-        for name in measures.keys() - {"loss"}:
-            measures[name].update(logits, label)
+        measure_labels(measures, self.net(batch["image"]), batch["label"])
 
     def results(self, measures: Mapping[str, Metric]) -> dict[str, float]:
         """loss, acc1 (hits / images), acc5, mean_class_acc over the classes that occur, in percent; samples counted."""
-        scores = measures["classes"].compute()  # [K, 5]: hits, false positives, true negatives, misses, support
-        hits, support = scores[:, 0].double(), scores[:, 4].double()
-        present = support > 0
-        images = support.sum().item()
-        loss = measures["loss"].compute().item()
-        if loss != loss or images == 0:  # a model that answers NaN has no accuracy; argmax would call it class 0
-            hits = hits * float("nan")
-        values: dict[str, float] = {"acc1": 100.0 * hits.sum().item() / max(images, 1.0), "loss": loss}
-        if "acc5" in measures:
-            values["acc5"] = 100.0 * measures["acc5"].compute().item()
-        return values | {
-            "mean_class_acc": 100.0 * (hits[present] / support[present]).mean().item(),
-            "samples": images,
-        }
+        return label_results(measures)
 
     @property
     def network(self) -> nn.Module:

@@ -47,6 +47,7 @@ class MultiLabelTask(Task):
     """Owns the network. An image of none of the classes is a row of zeros, and counts."""
 
     monitor = Monitor("map", "max")
+    multi_label = True
 
     def __init__(self, net: nn.Module, *, num_classes: int, loss: Literal["sigmoid", "bce"], smoothing: float) -> None:
         super().__init__()

@@ -32,11 +32,13 @@ class Monitor(NamedTuple):
 
 
 class Task(nn.Module, ABC):
-    """Subclasses are final. A batch holds `image` float [B, C, H, W], normalised, and what the loader put beside it."""
+    """Subclasses are final. A batch holds `image` float [B, C, H, W], normalised, in training `normalisation`
+    float32 [2, C] (the mean and deviation used), and what the loader put beside it."""
 
     monitor: Monitor
     num_classes: int | None = None  # None: labels are not used in training, so nothing mixes or smooths them
     smoothing: float = 0.0
+    multi_label: bool = False  # labels are sets: `label` float32 [B, K]
 
     @abstractmethod
     def losses(self, batch: Batch, progress: float) -> dict[str, Tensor]:
