@@ -19,7 +19,7 @@ from PIL import ImageFile
 
 from vitfw.data.augment import AugmentConfig, train_transform
 from vitfw.data.index import Samples, open_samples
-from vitfw.data.loader import build_eval_loader, build_train_loader
+from vitfw.data.loader import build_eval_loader, build_train_loader, start_worker
 from vitfw.data.section import DataConfig, build_train_order, open_data, open_split
 
 pytestmark = pytest.mark.filterwarnings("ignore:machine.workers=.*:UserWarning")  # these machines have few CPUs
@@ -180,6 +180,31 @@ def test_resume__killed_twenty_times(tmp_path):
     for number, (_, _, index) in enumerate(wanted):
         assert steps[0][number][1] + steps[1][number][1] == index.tolist()
         assert steps[0][number][0] == number // 10
+
+
+def orphan(pipe) -> None:
+    """Waits until its parent is gone, then starts as a worker does."""
+    while multiprocessing.parent_process().pid == os.getppid():  # type: ignore[union-attr]
+        time.sleep(0.01)
+    start_worker(0)
+    pipe.send("still there")
+
+
+def parent_of_orphan(pipe) -> None:
+    child = multiprocessing.get_context("fork").Process(target=orphan, args=(pipe,), daemon=True)
+    child.start()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers__one_whose_parent_was_killed_at_the_start_ends():
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    parent = multiprocessing.get_context("fork").Process(target=parent_of_orphan, args=(sender,))
+    parent.start()
+    parent.join()
+    sender.close()
+    with pytest.raises(EOFError):  # the last holder of the other end is gone
+        receiver.recv()
+    receiver.close()
 
 
 def test_bad_images__p02_p30_uneven_shards_two_ranks(tmp_path):

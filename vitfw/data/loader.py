@@ -1,6 +1,8 @@
 """Loaders from samples, transform and order: uint8 batches, exact resume, bad images reported once."""
 
 import json
+import multiprocessing
+import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -200,17 +202,23 @@ def _torch_loader(
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each epoch would draw a number from the training step's generator
-            worker_init_fn=_leave_signals_to_the_main_process,
+            worker_init_fn=start_worker,
         )
 
 
-def _leave_signals_to_the_main_process(worker: int) -> None:
-    """A scheduler that preempts a job signals all its processes: the main one saves, and needs its workers until then.
+def start_worker(worker: int) -> None:
+    """What each loader process does first. Takes its number because torch calls it so.
 
-    (A fork inherits handlers, so without this a worker would run the main process's own.)
+    Signals are left to the main process: a scheduler that preempts a job signals all its processes, and the main one
+    saves, and needs its workers until then (a fork inherits handlers, so else a worker would run the main process's).
+    A worker whose parent was killed while it started ends here: torch's own watch over the parent begins later, and
+    would take whoever adopted the worker for its parent.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():
+        os._exit(1)
 
 
 def _end_workers(loader: DataLoader) -> None:
