@@ -24,7 +24,10 @@ from vitfw.run import source_commit
 from vitfw.train import main as train_main
 
 TITLE = "## Ladder on digits"
-MODEL_WORDS = ["model.variant=mae_ti2"]  # the recipes' own sizes and mean pooling, with MAE's fixed positions
+MODEL_WORDS = [  # of mae_digits: the other recipes have another size
+    *("model.variant=mae_ti2", "model.width=96", "model.depth=4", "model.heads=3", "model.mlp_ratio=2.0"),
+    *("model.pool=gap", "model.class_token=false"),
+]
 MACHINE = ["machine.workers=0", "machine.threads=1", "log.progress=lines"]
 DATA = ["data.train=data/digits/train-*.tar", "data.val=data/digits/val-*.tar"]
 

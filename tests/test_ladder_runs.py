@@ -27,6 +27,7 @@ SMALL = [
     "model.depth=2",
     "model.width=24",
     "model.heads=2",
+    "model.position=learned",
     "log.progress=off",
 ]
 
@@ -71,7 +72,7 @@ def test_words__go_to_every_rung_or_to_the_one_they_name() -> None:
 
 def test_words__one_rungs_own_setting_stands_over_that_of_all_in_the_recipe() -> None:
     plan = read_plan(["recipe=ladder_digits"])
-    assert "optim.lr=0.01" in plan.of("probe") and "model.width=96" in plan.of("full")
+    assert "optim.lr=0.01" in plan.of("probe") and "model.width=64" in plan.of("full")
     assert "optim.lr=0.5" in read_plan(["recipe=ladder_digits", "optim.lr=0.5"]).of("probe")  # words stand over both
 
 
