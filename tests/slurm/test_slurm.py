@@ -123,6 +123,20 @@ def test_an_interrupted_job_returns_and_ends_as_the_uncut_run(
     assert {record["attempt"] for record in read_metrics(folder, "train")} == {0, 1}
 
 
+def test_an_array_is_one_run_a_line(slurm: Slurm, tmp_path: Path) -> None:
+    runs = tmp_path / "runs.txt"
+    runs.write_text("".join(f"train.seed={seed} out={tmp_path / f'run{seed}'}\n" for seed in (1, 2)))
+    words = [word for word in TINY if not word.startswith("train.epochs")] + ["train.epochs=2"]
+    log = f"--output={tmp_path}/log-%a.txt"
+    job = slurm.submit("--array=1-2", "--ntasks=1", log, "launch/slurm_array.sbatch", str(runs), *words)
+    for part in (f"{job}_1", f"{job}_2"):
+        slurm.wait(part, "COMPLETED", "FAILED")
+    for seed in (1, 2):
+        text = (tmp_path / f"log-{seed}.txt").read_text()
+        assert [record["step"] for record in read_metrics(tmp_path / f"run{seed}", "train")] == [1, 2, 3, 4, 5, 6], text
+    assert values(tmp_path / "run1", "train", "loss") != values(tmp_path / "run2", "train", "loss")
+
+
 def test_a_job_without_a_run_folder_is_refused_at_once(slurm: Slurm, tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     job = slurm.submit("--nodes=2", f"--output={log}", *JOBS["srun"], *TINY)
