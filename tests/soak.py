@@ -61,7 +61,8 @@ class Job:
     """One start of the run: processes forked from this one, which has imported everything, so that a start takes a second
     and most kills fall into what the run itself does."""
 
-    def __init__(self, words: list[str], processes: int) -> None:
+    def __init__(self, words: list[str], processes: int, log: Path) -> None:
+        self.log = log
         self.started = time.monotonic()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -74,8 +75,9 @@ class Job:
             self.left.add(pid)
 
     def child(self, words: list[str], rank: int, processes: int, port: int) -> int:
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for descriptor in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            os.dup2(log, descriptor)
         if processes > 1:
             place = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
             os.environ.update({key: str(value) for key, value in place.items()})
@@ -103,7 +105,7 @@ class Job:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 self.left.remove(pid)
-                assert os.waitstatus_to_exitcode(status) == 0
+                assert os.waitstatus_to_exitcode(status) == 0, self.log.read_text()[-6000:]
         return not self.left
 
     def wait_for_end(self, seconds: float = 300) -> float:
@@ -115,7 +117,7 @@ class Job:
 
 
 def start(out: Path, processes: int) -> Job:
-    return Job([*WORDS, f"out={out}"], processes)
+    return Job([*WORDS, f"out={out}"], processes, out.with_suffix(".log"))
 
 
 def status_of(out: Path) -> str:

@@ -1,7 +1,7 @@
 """A real SLURM cluster of two nodes on one host, for tests: its own munge key, ports on the loopback, everything in one folder.
 
-    python tests/slurm/cluster.py up /tmp/cluster && export SLURM_CONF=/tmp/cluster/slurm.conf
-    python tests/slurm/cluster.py down /tmp/cluster
+    python tests/slurm/cluster.py up FOLDER && export SLURM_CONF=FOLDER/slurm.conf
+    python tests/slurm/cluster.py down FOLDER
 
 Needs root and the Debian packages slurm-wlm and munge. Both nodes answer to the host's name; SLURMD_NODENAME tells them apart.
 Partition `urgent` preempts partition `main`, whose jobs go back into the queue.
