@@ -17,7 +17,13 @@ def results(images: int = 10_000, **accuracies: tuple[float, ...]) -> list[RungR
         RungResult(
             rung=rung,
             seed=seed,
-            scores={"acc1": accuracy, "mean_class_acc": accuracy - 1, "nll": 0.5, "ece": 0.02, "samples": float(images)},
+            scores={
+                "acc1": accuracy,
+                "mean_class_acc": accuracy - 1,
+                "nll": 0.5,
+                "ece": 0.02,
+                "samples": float(images),
+            },
             trainable=SIZES[rung],
             parameters=85_806_346,
             training_bytes=16 * SIZES[rung],

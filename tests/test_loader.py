@@ -19,7 +19,7 @@ from PIL import ImageFile
 
 from vitfw.data.augment import AugmentConfig, train_transform
 from vitfw.data.index import Samples, open_samples
-from vitfw.data.loader import build_eval_loader, build_train_loader, start_worker
+from vitfw.data.loader import WorkerStart, build_eval_loader, build_train_loader
 from vitfw.data.section import DataConfig, build_train_order, open_data, open_split
 
 pytestmark = pytest.mark.filterwarnings("ignore:machine.workers=.*:UserWarning")  # these machines have few CPUs
@@ -186,7 +186,7 @@ def orphan(pipe) -> None:
     """Waits until its parent is gone, then starts as a worker does."""
     while multiprocessing.parent_process().pid == os.getppid():  # type: ignore[union-attr]
         time.sleep(0.01)
-    start_worker(0)
+    WorkerStart()(0)
     pipe.send("still there")
 
 

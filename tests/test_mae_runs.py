@@ -10,7 +10,7 @@ from vitfw import checkpoint
 from vitfw.report.recorder import read_metrics
 from vitfw.train import main
 
-MAE = "recipe=mae_digits ema.decay=null optim.clip_norm=null task.decoder_width=24 model.heads=2".split()  # noqa: SIM905
+MAE = "recipe=mae_digits ema.decay=null optim.clip_norm=null task.decoder_width=24 model.heads=2".split()
 MIXING = ("augment.mixup", "augment.cutmix", "ema.decay", "model.drop_path")
 
 

@@ -17,8 +17,9 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from torch.utils.data import DataLoader
 
 from vitfw import checkpoint
+from vitfw.data.loader import WorkerStart
 from vitfw.launch import Launch, MachineConfig
-from vitfw.preempt import SPARE_SECONDS, Answer, DeafWorkers, StoppedError, StopRequest, deadline
+from vitfw.preempt import SPARE_SECONDS, Answer, StoppedError, StopRequest, deadline
 from vitfw.report.recorder import read_metrics
 from vitfw.tasks.classify import ClassifyTask
 from vitfw.train import main
@@ -93,7 +94,7 @@ def test_the_clock_is_ours_or_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loader_workers_outlive_the_signals_that_a_scheduler_sends_to_all() -> None:
     """P57: torch ends a worker at SIGTERM, and the run with it, before it could save."""
     loader = DataLoader(
-        torch.utils.data.TensorDataset(torch.arange(64.0)), batch_size=4, num_workers=1, worker_init_fn=DeafWorkers()
+        torch.utils.data.TensorDataset(torch.arange(64.0)), batch_size=4, num_workers=1, worker_init_fn=WorkerStart()
     )
     batches = iter(loader)
     next(batches)
@@ -109,9 +110,9 @@ def test_a_process_that_leaves_its_loader_behind_ends(end: str) -> None:
     script = f"""
         import os, signal, sys, torch
         from torch.utils.data import DataLoader, TensorDataset
-        from vitfw.preempt import DeafWorkers
+        from vitfw.data.loader import WorkerStart
         loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=4, num_workers=2, persistent_workers=True,
-                            worker_init_fn=DeafWorkers())
+                            worker_init_fn=WorkerStart())
         batches = iter(loader)
         next(batches)
         kept = [batches, loader, loader._iterator]

@@ -42,10 +42,13 @@ def train(words: list[str]) -> int:
 def recipes(words: list[str]) -> int:
     """lists the recipes with their source and the result to expect"""
     from vitfw.config import find_file, names_of
+    from vitfw.ladder import ladder_file, ladder_names
 
     _parser("recipes", recipes).parse_args(words)
-    for name in names_of("recipes"):
-        header = _header(find_file("recipes", name))
+    files = [(name, find_file("recipes", name)) for name in names_of("recipes")]
+    files += [(name, ladder_file(name)) for name in ladder_names()]
+    for name, file in files:
+        header = _header(file)
         print(f"{name}\n" + "\n".join(f"    {line}" for line in header))
     return 0
 

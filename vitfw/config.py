@@ -23,6 +23,7 @@ from vitfw.data.section import DataConfig
 from vitfw.ema import EmaConfig
 from vitfw.evaluate.freezing import FreezeConfig
 from vitfw.evaluate.metrics import EvalConfig
+from vitfw.guard import GuardConfig
 from vitfw.launch import MachineConfig
 from vitfw.models.load_report import LoadConfig
 from vitfw.models.variants import ModelConfig
@@ -33,9 +34,14 @@ from vitfw.tasks import TASKS
 from vitfw.tasks.task import TaskConfig
 
 # all that may change the result
-RECIPE_SECTIONS = ("model", "load", "freeze", "task", "data", "augment", "optim", "ema", "train", "eval")
+RECIPE_SECTIONS = ("model", "load", "freeze", "task", "data", "augment", "optim", "ema", "guard", "train", "eval")
 MACHINE_SECTIONS = ("machine", "log")
-MACHINE_DATA_KEYS = ("data.train", "data.val", "data.cache")  # where the data lies is a fact about the machine
+MACHINE_DATA_KEYS = (
+    "data.train",
+    "data.val",
+    "data.cache",
+    "data.cache_gb",
+)  # where the data lies is a fact about the machine
 _PACKAGE = Path(__file__).parent
 
 
@@ -55,6 +61,7 @@ class Config:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)

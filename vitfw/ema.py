@@ -127,8 +127,8 @@ class Ema:
         before = images_seen - self.length.global_batch
         decay = ema_decay(self.config, self.length, updates=self.updates, images_seen=before)
         averaged = [name for name, tensor in self.shadow.items() if tensor.is_floating_point()]
-        shadows = [self.shadow[name] for name in averaged]
-        lives = [self.live[name].to(self.shadow[name].dtype) for name in averaged]
+        shadows = [_local(self.shadow[name]) for name in averaged]
+        lives = [_local(self.live[name]).to(self.shadow[name].dtype) for name in averaged]
         torch._foreach_lerp_(shadows, lives, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         for name, tensor in self.shadow.items():
             if not tensor.is_floating_point():
@@ -178,6 +178,11 @@ class Ema:
                 )
             tensor.copy_(_as_placed(state[name], tensor))
         self.updates = int(state["updates"])
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part: shards and whole buffers can then be averaged in one call."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _as_placed(value: Tensor, target: Any) -> Tensor:

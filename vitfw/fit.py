@@ -16,7 +16,7 @@ from vitfw.models.export import export_checkpoint
 from vitfw.models.variants import input_size
 from vitfw.module import Module
 from vitfw.parallel import place
-from vitfw.preempt import MARKER, DeafWorkers, StopRequest
+from vitfw.preempt import MARKER, StopRequest
 from vitfw.prepare import Prepared
 from vitfw.report.dashboard import Dashboard, start_wandb
 from vitfw.report.progress import ProgressDisplay
@@ -140,15 +140,13 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
             world=launch.world,
             **shared,
         )
-    for each in (loader, eval_loader):
-        if each is not None:
-            each.loader.worker_init_fn = DeafWorkers()
     module = Module(
         prepared.task,
         prepared.augment,
         optim=config.optim,
         length=length,
         ema=config.ema,
+        guard=config.guard,
         seed=prepared.seed,
         accumulation=prepared.accumulation,
         rank=launch.rank,

@@ -245,6 +245,11 @@ def ladder_names() -> list[str]:
     return sorted(path.stem for path in _shipped().glob("*.yaml"))
 
 
+def ladder_file(name: str) -> Path:
+    """The file of a shipped ladder."""
+    return _shipped() / f"{name}.yaml"
+
+
 def _shipped() -> Path:
     """They have a folder of their own, because their files are no recipe of one run."""
     return find_file("recipes", "probe").parent / "ladders"
@@ -252,7 +257,7 @@ def _shipped() -> Path:
 
 def _find(name: str) -> Path | None:
     if not name.endswith((".yaml", ".yml")):
-        path = _shipped() / f"{name}.yaml"
+        path = ladder_file(name)
         return path if path.is_file() else None
     path = Path(name)
     return path if path.is_file() and "ladder" in _read(path) else None

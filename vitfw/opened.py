@@ -17,10 +17,10 @@ from torch import nn
 from vitfw.checkpoint import LAST
 from vitfw.data.augment import AugmentConfig, eval_transform
 from vitfw.data.dataset import Transform
-from vitfw.data.index import Samples, open_samples
+from vitfw.data.index import Samples
 from vitfw.data.loader import Loader, build_eval_loader
 from vitfw.data.mix import BatchAugment
-from vitfw.data.section import DataConfig
+from vitfw.data.section import DataConfig, open_split
 from vitfw.evaluate.predictions import Predictions, predict
 from vitfw.launch import (
     Launch,
@@ -147,10 +147,7 @@ def evaluation_set(
 ) -> EvaluationSet:
     """The set data.SPLIT (or `samples`) in the evaluation view, at the weights' own size or another."""
     if samples is None:
-        pattern = data.val if split == "val" else data.train
-        if pattern is None:
-            raise ValueError(f"data.{split} is not given; name shards or a folder")
-        samples = open_samples(pattern, classes=data.classes, on_problem=data.on_bad_sample, cache=data.cache)
+        samples = open_split(data, split)
     augment = augment_of(opened.preprocessing)
     pixels = opened.preprocessing.size if size is None else (size, size)
     to_device = BatchAugment(augment, channels=opened.channels).to(opened.device)

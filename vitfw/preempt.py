@@ -1,8 +1,5 @@
 """Stopping on request: a signal sets a flag, all ranks agree on the step, the run saves and ends with status 75."""
 
-import atexit
-import multiprocessing
-import multiprocessing.util  # registers its own clean-up at exit before ours
 import os
 import signal
 import time
@@ -102,27 +99,3 @@ def deadline(wall_minutes: float) -> float:
     end = time.time() + 60 * wall_minutes if wall_minutes else float("inf")
     job_end = os.environ.get("SLURM_JOB_END_TIME", "")
     return min(end, int(job_end) - SPARE_SECONDS) if job_end.isdigit() else end
-
-
-class DeafWorkers:
-    """For loader workers, which a scheduler signals as well: they serve on, and end when the main process does.
-
-    Used as a DataLoader's worker_init_fn. Python ends the children of a process that exits by TERM, and then waits for them:
-    so that signal must work from that moment on, which the processes see in shared memory.
-    """
-
-    def __init__(self) -> None:
-        self.leaving = multiprocessing.RawValue("b", 0)
-        atexit.register(self.leave)  # runs before multiprocessing's own, which was registered earlier
-
-    def leave(self) -> None:
-        self.leaving.value = 1
-
-    def __call__(self, worker: int) -> None:
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.leaving.value:
-            os._exit(0)

@@ -101,6 +101,8 @@ def evaluation_preprocessing(
 def _load_weights(config: Config, task: Task, preprocessing: Preprocessing) -> LoadReport | None:
     """Starts the task's network from `weights=`, and checks that images are prepared alike."""
     if config.weights is None:
+        if config.freeze.rung != "full":
+            print(f"note: freeze.rung={config.freeze.rung} without weights=: the frozen part is random")
         return None
     report = load_weights(task.network, config.weights, config.load)
     if report.preprocessing is not None:

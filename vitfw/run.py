@@ -68,7 +68,7 @@ def open_run(
     """
     config_file, provenance_file = folder / "config.yaml", folder / "provenance.json"
     if not config_file.exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and not _left_by_a_start(folder):
             raise RunError(
                 f"out={folder}: the folder is not empty and holds no run (no config.yaml); choose another out="
             )
@@ -109,6 +109,15 @@ def open_run(
         write_text(provenance_file, json.dumps(provenance, indent=2) + "\n")
         write_text(config_file, yaml.safe_dump(dict(recipe), sort_keys=False))
     return Run(folder, provenance["run_id"], attempt, finished)
+
+
+def _left_by_a_start(folder: Path) -> bool:
+    """Whether the folder holds nothing but what a start that was killed before its first record leaves behind."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    own = {"checkpoints", "provenance.json", ".provenance.json.tmp", ".config.yaml.tmp"}
+    return names <= own and not any((folder / "checkpoints").glob("*"))
 
 
 def stored_seed(folder: Path) -> int | None:

@@ -8,6 +8,7 @@ from vitfw.data.resources import resolve_workers
 from vitfw.launch import Launch, device_of
 from vitfw.prepare import Prepared
 from vitfw.run import Run
+from vitfw.schedules import Length
 
 
 def start_text(config: Config, launch: Launch, run: Run, prepared: Prepared, progress: Progress) -> str:
@@ -28,11 +29,19 @@ def start_text(config: Config, launch: Launch, run: Run, prepared: Prepared, pro
         *([("weights", prepared.load_report.text())] if prepared.load_report is not None else []),
         ("processes", f"{launch.world} ({launch.kind}, {device}, {machine.precision}), {workers} loader workers each"),
         ("global batch", f"{length.global_batch} = {launch.world} processes x {micro}"),
-        ("length", length.describe()),
+        ("length", length.describe() + _repeats(config, length)),
         ("learning rate", f"{prepared.rate.text}, {config.optim.name}, {config.optim.schedule}"),
         ("seed", str(prepared.seed)),
     ]  # fmt: skip
     return "\n".join(f"  {name:<14}{text}" for name, text in rows)
+
+
+def _repeats(config: Config, length: Length) -> str:
+    repeats = config.augment.repeats
+    if repeats == 1:
+        return ""
+    distinct = -(-length.images_per_epoch // repeats)
+    return f"; each image of an epoch comes {repeats} times, so about {distinct:,} different ones in each"
 
 
 def closing_text(run: Run) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import numpy as np
@@ -55,7 +56,6 @@ class Loader:
         trace: Path | None = None,
     ) -> None:
         self.loader, self.samples, self.ledger, self.order, self.trace = loader, samples, ledger, order, trace
-        Finalize(self, _end_workers, args=(loader,), exitpriority=100)  # runs before multiprocessing waits for children
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -202,37 +202,40 @@ def _torch_loader(
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each epoch would draw a number from the training step's generator
-            worker_init_fn=start_worker,
+            worker_init_fn=WorkerStart(),
         )
 
 
-def start_worker(worker: int) -> None:
-    """What each loader process does first. Takes its number because torch calls it so.
+def _set(flag: Any) -> None:
+    flag.value = 1
 
-    Signals are left to the main process: a scheduler that preempts a job signals all its processes, and the main one
-    saves, and needs its workers until then (a fork inherits handlers, so else a worker would run the main process's).
-    A worker whose parent was killed while it started ends here: torch's own watch over the parent begins later, and
-    would take whoever adopted the worker for its parent.
+
+class WorkerStart:
+    """What each loader process does first (a DataLoader's worker_init_fn).
+
+    Signals are left to the main process: a scheduler that preempts a job signals all its processes, and the main one saves,
+    and needs its workers until then. Yet Python ends the children of a process that leaves by SIGTERM, and waits for them: so
+    that signal must work from that moment on, which the workers see in shared memory.
+    A worker whose parent was killed while it started ends here: torch's own watch over the parent begins later, and would
+    take whoever adopted the worker for its parent.
     """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid != os.getppid():
-        os._exit(1)
 
+    def __init__(self) -> None:
+        self.leaving = multiprocessing.RawValue("b", 0)
+        # runs before multiprocessing ends and awaits its children, in a process that multiprocessing started too
+        Finalize(None, _set, args=(self.leaving,), exitpriority=100)
 
-def _end_workers(loader: DataLoader) -> None:
-    """Ends the processes of a loader. Python ends its children with SIGTERM, which these ignore, and would wait for ever."""
-    iterator: Any = loader._iterator  # torch has no public way to end workers; test_loader guards these names
-    if iterator is None or not hasattr(iterator, "_workers"):
-        return
-    iterator._shutdown_workers()  # in good order; torch makes this a no-op once Python is exiting
-    if iterator._worker_pids_set:  # else torch would report the kill as a failure
-        torch._C._remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
-    for process in iterator._workers:
-        if process.is_alive():
-            process.kill()
+    def __call__(self, worker: int) -> None:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._handle)
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid != os.getppid():
+            os._exit(1)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.leaving.value:
+            os._exit(0)
 
 
 @contextmanager

@@ -38,7 +38,12 @@ def resolve_workers(workers: int | Literal["auto"], *, local_world: int = 1) -> 
     Under SLURM with one task a rank, the scheduler's number is already per rank; affinity then says so, too.
     """
     cpus = usable_cpus()
-    per_rank = cpus if "SLURM_CPUS_PER_TASK" in os.environ and "SLURM_LOCALID" in os.environ else cpus // local_world
+    # under torchrun inside srun the task is a node, and torchrun's ranks share its CPUs
+    task_is_rank = {
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_LOCALID",
+    } <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ
+    per_rank = cpus if task_is_rank else cpus // local_world
     if workers == "auto":
         return max(0, per_rank - 1)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
