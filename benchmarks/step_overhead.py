@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from vitfw import module as module_file  # noqa: E402
+from vitfw.after_step import AfterStep  # noqa: E402
 from vitfw.guard import Guard  # noqa: E402
 from vitfw.launch import detect_launch  # noqa: E402
 from vitfw.module import Module  # noqa: E402
 from vitfw.optim import clip_gradients  # noqa: E402
 from vitfw.train import main  # noqa: E402
-from vitfw.trainer import AfterStep  # noqa: E402
 
 STRETCH = 4  # steps with the hooks, then as many without
 STEPS = 160

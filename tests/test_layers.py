@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "vitfw").rglob("*.py"), ROOT / "train.py"])
-LIGHTNING_IN = {"vitfw.module", "vitfw.trainer", "vitfw.checkpoint", "vitfw.preempt", "train"}
+LIGHTNING_IN = {"vitfw.module", "vitfw.trainer", "vitfw.after_step", "vitfw.checkpoint", "vitfw.preempt", "train"}
 LIGHTNING_UNDER = ("vitfw.report.",)
 
 
@@ -50,7 +50,7 @@ def layer_of(name: str) -> int:
         "vitfw.optim": 2, "vitfw.checkpoint": 2, "vitfw.tasks.task": 2,
         "vitfw.tasks": 4,
         "vitfw.module": 5,
-        "vitfw.trainer": 6, "vitfw.run": 6, "vitfw.preempt": 6,
+        "vitfw.trainer": 6, "vitfw.after_step": 6, "vitfw.run": 6, "vitfw.preempt": 6,
         "vitfw.config": 7,
         "train": 9,
     }  # fmt: skip

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from vitfw import checkpoint
+from vitfw.after_step import AfterStep, newest_checkpoint
 from vitfw.config import Config
 from vitfw.data.augment import eval_transform, train_transform
 from vitfw.data.loader import Loader, build_eval_loader, build_train_loader
@@ -23,7 +24,7 @@ from vitfw.report.progress import ProgressDisplay
 from vitfw.report.recorder import Recorder
 from vitfw.run import Run, write_text
 from vitfw.tasks.task import Batch, Monitor
-from vitfw.trainer import AfterStep, Trainer, build_trainer, newest_checkpoint
+from vitfw.trainer import Trainer, build_trainer
 
 
 class RestOfRun:
