@@ -51,6 +51,7 @@ class AfterStep(pl.Callback):
         stop_after: int | None,
         stop: StopRequest,
         key_of: Callable[[int], str] = str,
+        look: Callable[..., None] | None = None,
     ) -> None:
         self.run, self.machine, self.length = run, machine, length
         self.log_every = log.every  # `self.log` would be overwritten: Lightning puts its own logging there
@@ -63,6 +64,7 @@ class AfterStep(pl.Callback):
         self.results: dict[str, dict[str, float]] = {}
         self.stop = stop
         self.key_of = key_of  # row of the index -> key of the sample
+        self.look = look  # draws the first evaluation batch at a step
         self.writer = checkpoint.Writer()
         self._saved = (progress.step, progress.evaluated) if resume_from is not None else None
         self._rows: deque[tuple[int, Any]] = deque(maxlen=ROWS)
@@ -190,6 +192,7 @@ class AfterStep(pl.Callback):
                 autocast=module.autocast,
                 weights=weights,
                 device=device,
+                look=None if self.look is None else partial(self.look, step=step),
             )
         except StoppedError:
             self.results = {}

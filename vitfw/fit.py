@@ -1,7 +1,7 @@
 """Joins the prepared parts to loaders, module and trainer, at the place where the run stands."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,10 @@ from vitfw.preempt import MARKER, StopRequest
 from vitfw.prepare import Prepared
 from vitfw.report.dashboard import Dashboard, start_wandb
 from vitfw.report.progress import ProgressDisplay
+from vitfw.report.reconstruct import save_training_panel
 from vitfw.report.recorder import Recorder
 from vitfw.run import Run, write_text
+from vitfw.tasks.mae import MaeTask
 from vitfw.tasks.task import Batch, Monitor
 from vitfw.trainer import Trainer, build_trainer
 
@@ -170,10 +172,24 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
         stop_after=config.stop_after,
         stop=stop,
         key_of=prepared.train_set.key,
+        look=_panels(prepared, run, launch),
     )
     rest = RestOfRun(loader, (length.total_steps - progress.step) * prepared.accumulation)
     trainer = build_trainer(machine, launch, accumulation=prepared.accumulation, callbacks=[after_step])
     return Fit(trainer, module, rest, eval_loader, after_step)
+
+
+def _panels(prepared: Prepared, run: Run, launch: Launch) -> Callable[[Batch, int], None] | None:
+    """For a masked autoencoder, pictures of the same images through training, in `panels/`."""
+    if not isinstance(prepared.task, MaeTask):
+        return None
+    folder = run.folder / "panels" if launch.is_main else None
+    task, preprocessing = prepared.task, prepared.preprocessing
+
+    def draw(batch: Batch, step: int) -> None:
+        save_training_panel(task, batch, folder, step=step, mean=preprocessing.mean, std=preprocessing.std)
+
+    return draw
 
 
 def _recorder(config: Config, launch: Launch, run: Run) -> Recorder:

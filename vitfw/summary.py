@@ -26,6 +26,7 @@ def start_text(config: Config, launch: Launch, run: Run, prepared: Prepared, pro
         ("train data", prepared.train_set.describe()),
         ("val data", prepared.val_set.describe() if prepared.val_set is not None else "none: nothing will be evaluated"),
         ("model", f"{config.model.variant}, {total:,} parameters, {trainable:,} trainable ({trainable / total:.1%})"),
+        *([("cost", cost)] if (cost := prepared.task.cost_text()) is not None else []),
         *([("weights", prepared.load_report.text())] if prepared.load_report is not None else []),
         ("processes", f"{launch.world} ({launch.kind}, {device}, {machine.precision}), {workers} loader workers each"),
         ("global batch", f"{length.global_batch} = {launch.world} processes x {micro}"),

@@ -32,11 +32,13 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[None]],
     weights: Weights,
     device: torch.device,
+    look: Callable[[Batch], None] | None = None,
 ) -> dict[str, dict[str, float]]:
     """{name of the weights: {result: value}} over one pass of the loader; entered by all ranks together.
 
     `prepare` brings a batch to the device and normalises it. `weights` names the sets of weights to score, each with a
-    context that puts it in place (the raw weights need none): images are decoded once for all of them.
+    context that puts it in place (the raw weights need none): images are decoded once for all of them. `look` is shown the
+    first batch, prepared, with the raw weights in place.
     """
     was_training = task.training
     task.eval()
@@ -44,6 +46,10 @@ def evaluate(
     try:
         for batch in loader:
             prepared = prepare(batch)
+            if look is not None:
+                with autocast():
+                    look(prepared)
+                look = None
             for name, in_place in weights.items():
                 with in_place(), autocast():
                     task.measure(prepared, measures[name])

@@ -68,3 +68,7 @@ class Task(nn.Module, ABC):
 
     def after_step(self, progress: float) -> None:
         """Called once after each optimiser step, for teachers that follow and schedules of the task's own."""
+
+    def cost_text(self) -> str | None:
+        """A line for the start-up summary about what a step costs, where that is not what the model's size suggests."""
+        return None
