@@ -31,6 +31,15 @@ REFUSALS = [
     ("machine=gpu88", "machine=gpu88: no such machine; did you mean gpu8"),
     ("task.name=clasify", "task.name=clasify: no such task; did you mean classify"),
     ("train.epochs=-1", "train.epochs=-1"),
+    ("optim.lr=nan", "optim.lr=nan: must be a finite number"),
+    ("optim.lr=inf", "optim.lr=inf: must be a finite number"),
+    ("augment.mean=[nan]", "augment.mean=[nan]: must be a finite number"),
+    ("train.epochs=1e99", "train.epochs"),
+    ("task.num_classes=1e99", "task.num_classes=1e99: is larger than any meaningful number here"),
+    ("optim.lr=[", "optim.lr=[: must be a number or null"),
+    ("optim.lr=!!python/object:os.system", "optim.lr=!!python/object:os.system: must be a number or null"),
+    ("machine_name=cpu", "machine_name=cpu: write machine=cpu"),
+    ("stop_after=0", "stop_after=0: must be at least 1 step"),
     ("machine.workers=-2", "machine.workers=-2: must be -1 (automatic) or more"),
 ]
 
@@ -119,6 +128,14 @@ def test_a_misspelt_key_in_a_recipe_names_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("optim: {lr: 1.0}\noptim: {lr: 2.0}\n")
     with pytest.raises(ConfigError, match=r"r\.yaml"):
         load([f"recipe={tmp_path / 'r.yaml'}"])
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"- a\n- b\n", b"", b"optim: {lr: 1\n", b"\t\n"])
+def test_a_recipe_that_is_none_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "r.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load([f"recipe={tmp_path / 'r.yaml'}"])
+    assert "r.yaml" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_extends_is_one_level(tmp_path: Path) -> None:

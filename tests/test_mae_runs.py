@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from conftest import tiny, torchrun
 
@@ -33,6 +32,8 @@ def test_resume_in_mid_epoch_and_two_processes(tmp_path: Path) -> None:
     """Stopped after step 4 of 9 and continued: bit-equal, the probe too. Two processes, no search for unused parameters:
     the same losses; the probe's BatchNorm alone sees other batches."""
     assert main(mae(f"out={tmp_path}/uncut")) == 0
+    panels = sorted((tmp_path / "uncut" / "panels").glob("*.png"))
+    assert [panel.name for panel in panels] == ["step-00000003.png", "step-00000006.png", "step-00000009.png"]
     assert main(mae(f"out={tmp_path}/cut", "stop_after=4")) == 75
     assert main(mae(f"out={tmp_path}/cut")) == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "uncut")
@@ -49,7 +50,6 @@ def test_resume_in_mid_epoch_and_two_processes(tmp_path: Path) -> None:
         assert abs(two_values[step] - loss) < 1e-5 * loss
 
 
-@pytest.mark.filterwarnings("ignore:Found .* in eval mode")  # the frozen encoder of the probe is meant to be
 def test_from_pretraining_to_probe_and_fine_tuning(tmp_path: Path) -> None:
     """The encoder of a run loads into the published probe and the published fine-tuning; what is new there is named."""
     run = tmp_path / "pretrain"

@@ -1,12 +1,13 @@
 """A run that was stopped and started again is the run that was never stopped: samples, learning rates, losses, weights."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, torchrun
+from conftest import ROOT, TINY, tiny, torchrun
 
 from vitfw import checkpoint
 from vitfw.report.recorder import read_metrics
@@ -150,3 +151,50 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert main([*TINY, f"out={tmp_path}"]) == 2
     assert "not empty and holds no run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_changed_data_are_refused_on_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The order is a function of the data set: with other images it is another order, and samples would come twice or never."""
+    for name in ("train-00000.tar", "train-00001.tar"):
+        shutil.copy(ROOT / "data" / "digits" / name, tmp_path / name)
+    words = tiny(f"out={tmp_path / 'run'}", f"data.train={tmp_path}/train-*.tar", "data.fraction=1")
+    assert main([*words, "stop_after=2"]) == 75
+    (tmp_path / "train-00001.tar").unlink()
+    assert main(words) == 2
+    assert "images of data.train:" in capsys.readouterr().err
+
+
+def test_a_change_that_the_weights_cannot_follow_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, f"out={tmp_path / 'run'}"]
+    assert main([*words, "stop_after=2"]) == 75
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    assert main([*tiny("model.depth=3"), f"out={tmp_path / 'run'}", "resume=changed"]) == 2
+    assert "the checkpoint's model does not fit: missing net.blocks.2" in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+    assert main([*words, "stop_after=3"]) == 75
+
+
+def test_a_start_that_was_killed_at_once_can_be_started_again(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / ".config.yaml.tmp").write_text("model: {")
+    assert main([*TINY, f"out={tmp_path / 'run'}", "stop_after=1"]) == 75
+
+
+def test_stop_after_a_step_that_is_done_stops_at_once(tmp_path: Path) -> None:
+    words = [*TINY, f"out={tmp_path / 'run'}"]
+    assert main([*words, "stop_after=3"]) == 75
+    assert main([*words, "stop_after=2"]) == 75
+    assert final(tmp_path / "run")["progress"]["step"] == 3
+
+
+def test_a_run_without_its_checkpoints_says_that_it_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, f"out={tmp_path / 'run'}"]
+    assert main([*words, "stop_after=2"]) == 75
+    for file in (tmp_path / "run" / "checkpoints").iterdir():
+        file.unlink()
+    assert main([*words, "stop_after=1"]) == 75
+    assert "holds no checkpoint, although this run has begun before" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import timm
 import torch
 import yaml
 from conftest import ROOT, TINY, tiny, torchrun
+from make_shards import picture, write_tar
 from PIL import Image
 
 from vitfw import checkpoint
@@ -172,11 +173,24 @@ def test_bad_runs_leave_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("model.heads=7", "heads"),
         ("task.num_classes=3", "labels up to 9"),
         ("augment.statistics=imagenet", "statistics imagenet"),
+        ("augment.operations=foo", "augment.operations"),
+        ("data.weights=[1,2]", "data.weights"),
         ("machine.device=gpu", "torch sees no GPU"),
         ("machine.devices=4", "torchrun --nnodes 1 --nproc-per-node 4"),
     ):
         assert main(tiny(word, f"out={tmp_path / 'run'}")) == 2, word
         assert text in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+
+
+def test_images_without_labels_are_refused_by_a_task_that_needs_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern = write_tar(tmp_path / "plain.tar", [(f"{number}.png", picture(number)) for number in range(60)])
+    for word, split in ((f"data.train={pattern}", "train"), (f"data.val={pattern}", "val")):
+        words = tiny(word, "data.fraction=1", "data.classes=null", f"out={tmp_path / 'run'}")
+        assert main(words) == 2
+        assert f"task.name=classify needs labels, and data.{split} has none" in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
 
 

@@ -179,7 +179,7 @@ def test_a_pickle_that_needs_code_is_refused_unless_trusted(tmp_path):
     marker = tmp_path / "marker"
     torch.save({"model": original.state_dict(), "config": Malicious(marker)}, tmp_path / "bad.pth")
     model = small()
-    with pytest.raises(ValueError, match=r"needs code to be read .*set trust=true"):
+    with pytest.raises(ValueError, match=r"needs code to be read .*set load.trust=true"):
         load(model, tmp_path / "bad.pth")
     assert not marker.exists()
     load(model, tmp_path / "bad.pth", LoadConfig(trust=True))

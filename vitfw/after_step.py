@@ -113,7 +113,7 @@ class AfterStep(pl.Callback):
         answer = self.stop.agreed(failed=self.writer.failed)
         if answer is Answer.FAILED:
             self._finish_writing()
-        stop = answer is Answer.STOP or step == self.stop_after
+        stop = answer is Answer.STOP or (self.stop_after is not None and step >= self.stop_after)
         if self._evaluation_due(step) and (answer is Answer.GO_ON or last):
             # a signal leaves no time for it: the next attempt makes up for it
             stop = not self._evaluate(module, step) or stop

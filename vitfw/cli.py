@@ -112,7 +112,10 @@ def predict(words: list[str]) -> int:
 
 def _place(words: list[str], name: str, verb: Verb) -> tuple[str, list[str]]:
     """The network's place and the words after it."""
-    if not words or words[0] in ("-h", "--help") or "=" in words[0]:
+    if words[:1] in (["-h"], ["--help"]):
+        print(f"usage: vitfw {name} {verb.__doc__}")
+        sys.exit(0)
+    if not words or "=" in words[0]:
         raise ValueError(f"vitfw {name} {(verb.__doc__ or '').splitlines()[0]}")
     return words[0], words[1:]
 

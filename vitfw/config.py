@@ -7,6 +7,7 @@ Every mistake is a ConfigError of one line that names the key, the value and wha
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,6 +81,10 @@ class Config:
     )
     dry_run: bool = field(default=False, metadata={"help": "print what would run, and stop"})
 
+    def __post_init__(self) -> None:
+        if self.stop_after is not None and self.stop_after < 1:
+            raise ValueError(f"stop_after={self.stop_after}: must be at least 1 step")
+
     @property
     def folder(self) -> Path:
         return Path(self.out or f"runs/{Path(self.recipe).stem}")
@@ -93,6 +98,8 @@ class Config:
 def load(words: Sequence[str], *, base: Path = Path()) -> Config:
     """The Config that the command-line words describe; paths to recipe and machine files are relative to `base`."""
     pairs = _split_words(words)
+    if "machine_name" in pairs:
+        raise ConfigError(f"machine_name={pairs['machine_name']}: write machine={pairs['machine_name']}")
     recipe, machine = pairs.pop("recipe", None), pairs.pop("machine", None)
     if recipe is None:
         raise ConfigError(f"recipe=NAME is missing; recipes: {', '.join(names_of('recipes'))}")
@@ -175,9 +182,9 @@ def _shipped(folder: str) -> Path:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))  # refuses duplicate keys
-    except (OmegaConfBaseException, yaml.YAMLError, OSError) as error:
-        raise ConfigError(f"{path}: {_first_line(error)}") from error
-    if not isinstance(tree, dict):
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a YAML file of sections: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict) or not tree:
         raise ConfigError(f"{path}: must hold sections such as `model:` and `optim:`")
     return typing.cast(dict[str, Any], tree)
 
@@ -258,9 +265,26 @@ def _set(schema: Any, source: str, key: str, value: Any) -> None:
         raise ConfigError(f"{key}={value}: {key} is a section{_where(source)}; set its keys, such as {inside}")
     declared = typing.get_type_hints(OmegaConf.get_type(node))[path[-1]]
     try:
-        OmegaConf.update(schema, key, _read_word(value, declared) if isinstance(value, _Word) else value)
-    except (OmegaConfBaseException, ValueError) as error:
+        read = _read_word(value, declared) if isinstance(value, _Word) else value
+        _check_finite(key, read, shown=str(value))
+        OmegaConf.update(schema, key, read)
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{key}={value}: must be {_type_text(declared)}{_where(source)}") from error
+
+
+def _check_finite(key: str, value: Any, *, shown: str) -> None:
+    """No key means anything as NaN, infinity or 1e99: it would only fail later, or not even that."""
+    for number in value if isinstance(value, list | tuple) else [value]:
+        unread = isinstance(value, list) and str(number).lower().strip("+-.") in (
+            "nan",
+            "inf",
+        )  # YAML reads these as text
+        if unread or (isinstance(number, float) and not math.isfinite(number)):
+            raise ConfigError(f"{key}={shown}: must be a finite number")
+        if isinstance(number, int | float) and abs(number) > 2**53:
+            raise ConfigError(f"{key}={shown}: is larger than any meaningful number here")
 
 
 def _where(source: str) -> str:
@@ -322,4 +346,5 @@ def _default(item: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """The message in one line, without OmegaConf's list of places."""
+    return str(error).split("\n    full_key")[0].replace("\n", " ") if str(error) else type(error).__name__

@@ -9,9 +9,8 @@ from pathlib import Path
 from vitfw import checkpoint
 from vitfw.after_step import AfterStep, newest_checkpoint
 from vitfw.config import Config
-from vitfw.data.augment import eval_transform, train_transform
+from vitfw.data.augment import eval_transform
 from vitfw.data.loader import Loader, build_eval_loader, build_train_loader
-from vitfw.data.section import build_train_order
 from vitfw.launch import Launch, broadcast, uses_gpu
 from vitfw.models.export import export_checkpoint
 from vitfw.models.variants import input_size
@@ -68,8 +67,11 @@ class Fit:
         stop, marker = self.after_step.stop, self.after_step.run.folder / MARKER
         if self.trainer.is_global_zero:
             marker.unlink(missing_ok=True)
+        limit = self.after_step.stop_after
+        if limit is not None and limit <= self.progress.step and len(self.loader):
+            self.after_step.stopped = True  # it stands there already
         try:
-            if len(self.loader) or self.after_step.evaluation_pending:
+            if (len(self.loader) or self.after_step.evaluation_pending) and not self.after_step.stopped:
                 with warnings.catch_warnings():  # Lightning looks for srun although it was told how the run was started
                     warnings.filterwarnings("ignore", message=".*`srun` command is available")
                     # frozen parts are in evaluation mode on purpose
@@ -114,23 +116,16 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
     found = newest_checkpoint(run.checkpoints, is_main=launch.is_main)
     state = checkpoint.load(found[0]) if found else None
     progress = found[1] if found else checkpoint.Progress()
+    if found is None and run.attempt > 0 and launch.is_main and (run.folder / "metrics.jsonl").exists():
+        print(
+            f"note: {run.checkpoints} holds no checkpoint, although this run has begun before: from the beginning again"
+        )
     length, machine = prepared.length, config.machine
     size, channels = input_size(config.model), config.model.in_channels
     shared = {"data": config.data, "workers": "auto" if machine.workers < 0 else machine.workers}
     shared |= {"local_world": launch.local_world, "channels": channels, "image_size": max(size)}
     shared |= {"pin_memory": uses_gpu(machine), "folder": run.folder}
-    order = build_train_order(
-        prepared.train_set,
-        data=config.data,
-        seed=prepared.seed,
-        global_batch=length.global_batch,
-        images_per_device=prepared.images_per_device,
-        rank=launch.rank,
-        world=launch.world,
-        repeats=config.augment.repeats,
-    )
-    transform = train_transform(config.augment, size=size, channels=channels)
-    loader = build_train_loader(prepared.train_set, transform, order=order, **shared)
+    loader = build_train_loader(prepared.train_set, prepared.transform, order=prepared.order, **shared)
     epoch, step = divmod(progress.step, length.steps_per_epoch)
     loader.seek(epoch=epoch, images=step * length.global_batch)
     eval_loader = None

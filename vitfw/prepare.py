@@ -6,10 +6,11 @@ import torch
 
 from vitfw import run
 from vitfw.config import Config
-from vitfw.data.augment import AugmentConfig, resolve_policy, statistics
+from vitfw.data.augment import AugmentConfig, TrainTransform, resolve_policy, statistics, train_transform
 from vitfw.data.index import Samples
 from vitfw.data.mix import BatchAugment
-from vitfw.data.section import open_data
+from vitfw.data.order import TrainOrder
+from vitfw.data.section import build_train_order, open_data
 from vitfw.evaluate.freezing import freeze
 from vitfw.launch import Launch, broadcast, split_batch
 from vitfw.models.load_report import LoadReport
@@ -39,6 +40,8 @@ class Prepared:
     augment: BatchAugment
     preprocessing: Preprocessing  # of evaluation; travels with the weights
     load_report: LoadReport | None  # of `weights=`
+    transform: TrainTransform
+    order: TrainOrder
 
 
 def prepare(config: Config, launch: Launch) -> Prepared:
@@ -52,25 +55,57 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     seed = _seed(config, launch)
     seed_all(derive(seed, "init"))  # the same weights on every rank
     task = build_task(config.task, config.model, num_classes=train_set.num_classes)
-    _check_labels(config, task, train_set)
+    for split, samples in (("train", train_set), ("val", val_set)):
+        if samples is not None:
+            _check_labels(config, task, split, samples)
     preprocessing = evaluation_preprocessing(config.augment, config.model, train_set.classes)
-    report = _load_weights(config, task, preprocessing)
+    report = _load_weights(config, launch, task, preprocessing)
     freeze(task, config.freeze)
     augment = BatchAugment(
         config.augment, channels=config.model.in_channels, num_classes=task.num_classes, smoothing=task.smoothing
     )
+    transform = train_transform(config.augment, size=input_size(config.model), channels=config.model.in_channels)
+    order = build_train_order(
+        train_set,
+        data=config.data,
+        seed=seed,
+        global_batch=length.global_batch,
+        images_per_device=images_per_device,
+        rank=launch.rank,
+        world=launch.world,
+        repeats=config.augment.repeats,
+    )
     return Prepared(
-        train_set, val_set, length, rate, images_per_device, accumulation, seed, task, augment, preprocessing, report
+        train_set=train_set,
+        val_set=val_set,
+        length=length,
+        rate=rate,
+        images_per_device=images_per_device,
+        accumulation=accumulation,
+        seed=seed,
+        task=task,
+        augment=augment,
+        preprocessing=preprocessing,
+        load_report=report,
+        transform=transform,
+        order=order,
     )
 
 
-def _check_labels(config: Config, task: Task, train_set: Samples) -> None:
-    if task.num_classes is None or task.multi_label == train_set.multi_label:
+def _check_labels(config: Config, task: Task, split: str, samples: Samples) -> None:
+    """Refuses labels that the task cannot learn from: none at all, several where one is meant, or one where several are."""
+    if task.num_classes is None:
         return
-    found, wanted = ("several labels", "multi_label") if train_set.multi_label else ("one label", "classify")
-    raise ValueError(
-        f"task.name={config.task.name}: the images of data.train={config.data.train} have {found} each; use task.name={wanted}"
-    )
+    if not samples.labelled:
+        raise ValueError(
+            f"task.name={config.task.name} needs labels, and data.{split} has none: name labelled data, or use a task "
+            "without labels (task.name=mae)"
+        )
+    if task.multi_label != samples.multi_label:
+        found, wanted = ("several labels", "multi_label") if samples.multi_label else ("one label", "classify")
+        raise ValueError(
+            f"task.name={config.task.name}: the images of data.{split} have {found} each; use task.name={wanted}"
+        )
 
 
 def _seed(config: Config, launch: Launch) -> int:
@@ -98,15 +133,16 @@ def evaluation_preprocessing(
     )
 
 
-def _load_weights(config: Config, task: Task, preprocessing: Preprocessing) -> LoadReport | None:
+def _load_weights(config: Config, launch: Launch, task: Task, preprocessing: Preprocessing) -> LoadReport | None:
     """Starts the task's network from `weights=`, and checks that images are prepared alike."""
     if config.weights is None:
-        if config.freeze.rung != "full":
+        if config.freeze.rung != "full" and launch.is_main:
             print(f"note: freeze.rung={config.freeze.rung} without weights=: the frozen part is random")
         return None
     report = load_weights(task.network, config.weights, config.load)
     if report.preprocessing is not None:
         # another head is trained here, so other class names are no mistake; another mean or deviation is
         for word in check_preprocessing(replace(report.preprocessing, class_names=()), preprocessing):
-            print(f"note: {word}")
+            if launch.is_main:
+                print(f"note: {word}")
     return report

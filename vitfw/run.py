@@ -59,9 +59,11 @@ def open_run(
     words: list[str],
     machine: Mapping[str, Any],
     seed: int,
+    data: Mapping[str, str | None],
     resume: Literal["same", "changed"] = "same",
 ) -> Run:
-    """Makes the folder, or goes on in it. `recipe` is all that may change the result, as plain containers.
+    """Makes the folder, or goes on in it. `recipe` is all that may change the result, as plain containers;
+    `data` the fingerprint of each set (keys, labels and sizes of all images).
 
     Raises RunError, before anything is written, when the folder holds a run with another configuration (unless `resume` is
     "changed", which records the change) or is no run folder at all.
@@ -73,17 +75,29 @@ def open_run(
                 f"out={folder}: the folder is not empty and holds no run (no config.yaml); choose another out="
             )
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        provenance: dict[str, Any] = {"run_id": f"{folder.name}-{os.urandom(4).hex()}", "seed": seed, "attempts": []}
+        provenance: dict[str, Any] = {
+            "run_id": f"{folder.name}-{os.urandom(4).hex()}",
+            "seed": seed,
+            "data": dict(data),
+            "attempts": [],
+        }
         changes: list[str] = []
     else:
         try:
             stored = yaml.safe_load(config_file.read_text(encoding="utf-8"))
             provenance = json.loads(provenance_file.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise RunError(
                 f"out={folder}: the run's own files cannot be read ({error}); choose another out="
             ) from error
+        if not isinstance(stored, dict) or not isinstance(provenance, dict) or "attempts" not in provenance:
+            raise RunError(
+                f"out={folder}: config.yaml or provenance.json is not what a run writes; choose another out="
+            )
         changes = differences(stored, recipe)
+        changes += [
+            f"images of {line}" for line in differences(provenance.get("data", dict(data)), dict(data), "data.")
+        ]
         if changes and resume != "changed":
             raise RunError(
                 f"out={folder} holds a run with another configuration: {'; '.join(changes)}. "
@@ -93,6 +107,7 @@ def open_run(
     attempt = len(provenance["attempts"])
     if not finished:
         provenance.pop("finished", None)
+        provenance["data"] = dict(data)
         provenance["attempts"].append(
             {
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -123,7 +138,7 @@ def _left_by_a_start(folder: Path) -> bool:
 def stored_seed(folder: Path) -> int | None:
     """The seed of the run in this folder, drawn or given; None where there is no run."""
     file = folder / "provenance.json"
-    with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(file.read_text(encoding="utf-8"))["seed"])
     return None
 

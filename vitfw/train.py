@@ -11,11 +11,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from vitfw.config import Config, load
 from vitfw.launch import Launch, broadcast, check_launch, detect_launch, join_processes, leave_processes, set_threads
+
+if TYPE_CHECKING:
+    from vitfw.prepare import Prepared
+    from vitfw.run import Run
 
 FINISHED, FAILED, REFUSED, STOPPED = 0, 1, 2, 75
 
@@ -54,14 +59,12 @@ def train(config: Config, launch: Launch, words: list[str]) -> int:
     """Trains one configuration in this process, one of `launch.world`, and returns the exit status."""
     from vitfw.fit import build_fit  # Lightning loads only once the words are known to be right
     from vitfw.prepare import prepare
-    from vitfw.run import log_to, mark_finished, open_run, run_config
+    from vitfw.run import log_to, mark_finished, run_config
     from vitfw.summary import closing_text, start_text
 
     prepared = prepare(config, launch)  # refuses; nothing has been written when it raises
     recipe = run_config(config.recipe_part(), prepared.seed)
-    run = _on_main(launch, lambda: open_run(
-        config.folder, recipe, words=words, machine=asdict(config.machine), seed=prepared.seed, resume=config.resume
-    ))  # fmt: skip
+    run = _on_main(launch, lambda: _open(config, prepared, recipe, words))
     with log_to(run.folder / "log.txt") if launch.is_main else contextlib.nullcontext():
         if run.finished:
             _say(launch, f"this run is finished; nothing to do\n{closing_text(run)}")
@@ -80,6 +83,25 @@ def train(config: Config, launch: Launch, words: list[str]) -> int:
         except Exception:
             traceback.print_exc()  # here, so that log.txt has it too
             return FAILED
+
+
+def _open(config: Config, prepared: "Prepared", recipe: dict[str, Any], words: list[str]) -> "Run":
+    """The run folder, after everything about it that can be refused was refused. Rank 0 only."""
+    from vitfw import checkpoint
+    from vitfw.run import open_run
+
+    if config.resume == "changed" and (found := checkpoint.newest(config.folder / "checkpoints")) is not None:
+        checkpoint.check_names(prepared.task.state_dict(), checkpoint.load(found[0])["model"], "model")
+    sets = {"train": prepared.train_set, "val": prepared.val_set}
+    return open_run(
+        config.folder,
+        recipe,
+        words=words,
+        machine=asdict(config.machine),
+        seed=prepared.seed,
+        data={split: None if samples is None else samples.fingerprint() for split, samples in sets.items()},
+        resume=config.resume,
+    )
 
 
 def _on_main(launch: Launch, call):

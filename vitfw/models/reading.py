@@ -217,7 +217,7 @@ def _load_pickle(path: Path, trust: bool) -> Any:
         need = f" ({found[1]})" if found else ""
         raise ValueError(
             f"weights={path}: the file needs code to be read{need}, which could do anything. "
-            "If you trust its origin, set trust=true; better, convert it to .safetensors once"
+            "If you trust its origin, set load.trust=true; better, convert it to .safetensors once"
         ) from error
     except (RuntimeError, EOFError) as error:
         raise ValueError(f"weights={path}: not a readable torch file ({error})") from error
