@@ -247,7 +247,7 @@ def test_an_average_under_bf16_is_float32_and_moves(tmp_path: Path) -> None:
     assert main(words) == 0
     state = final(tmp_path / "run")
     for name, value in state["ema"].items():
-        if name != "updates":
+        if name not in ("updates", "net.pos_embed"):  # the fixed table of positions stands still
             assert value.dtype == state["model"][name].dtype == torch.float32, name
             assert not torch.equal(value, begin[name]) and not torch.equal(value, state["model"][name]), name
     assert state["ema"]["updates"] == 3

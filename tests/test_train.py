@@ -121,7 +121,7 @@ def test_the_summary_names_all_that_follows_from_the_words(tmp_path: Path, capsy
     for text in (
         "116 images in",
         "359 images in",
-        "10,546 parameters, 10,546 trainable (100.0%)",
+        "10,162 parameters, 10,162 trainable (100.0%)",
         "32 = 1 processes x 2 micro-batches x 16 images",
         "3 epochs of 3 updates = 9 updates",
         "20 left out of each epoch",
