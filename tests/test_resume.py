@@ -97,13 +97,17 @@ def test_two_processes_cut_and_continued_by_one_and_by_two(uncut: Path, tmp_path
 
 
 def test_two_processes_stopped_equal_two_processes_uncut(tmp_path: Path) -> None:
+    """Stopped at the end of an epoch, then inside the next one."""
     cut, whole = tmp_path / "cut", tmp_path / "whole"
-    torchrun(2, [*TINY, f"out={cut}", "stop_after=4"])
-    assert final(cut)["progress"]["step"] == 4
+    for step in (3, 4):
+        torchrun(2, [*TINY, f"out={cut}", f"stop_after={step}"])
+        assert final(cut)["progress"]["step"] == step
     assert torchrun(2, [*TINY, f"out={cut}"]).returncode == 0
     assert torchrun(2, [*TINY, f"out={whole}"]).returncode == 0
     assert trace(cut) == trace(whole)
     assert values(cut, "train", "loss") == values(whole, "train", "loss")
+    assert values(cut, "train", "learning_rate") == values(whole, "train", "learning_rate")
+    assert len(read_metrics(cut, "val")) == 3
     assert_same_tensors(final(cut)["model"], final(whole)["model"])
 
 

@@ -25,6 +25,7 @@ from vitfw.models.preprocess import Preprocessing
 from vitfw.models.variants import ModelConfig
 from vitfw.plan import plan_text
 from vitfw.report.recorder import read_metrics
+from vitfw.tasks.classify import ClassifyConfig, ClassifyTask
 from vitfw.tasks.distill import DistillConfig
 from vitfw.train import main
 
@@ -132,6 +133,12 @@ def test_the_summary_names_all_that_follows_from_the_words(tmp_path: Path, capsy
     assert out in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_few_patches_are_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """P76: the patch of 16 on a small image, copied from a recipe for large ones."""
+    assert main(tiny(f"out={tmp_path / 'run'}", "model.patch_size=4", "stop_after=1")) == 75
+    assert "only 2 x 2 patches: such a ViT learns little; lower model.patch_size" in capsys.readouterr().out
+
+
 def test_accumulation_changes_nothing(tmp_path: Path) -> None:
     """One micro-batch of 32 or two of 16 make the same step, to rounding; nothing here depends on the other images of a batch."""
     words = tiny("augment.mixup=0", "augment.cutmix=0", "model.drop_path=0")
@@ -192,6 +199,33 @@ def test_images_without_labels_are_refused_by_a_task_that_needs_them(
         assert main(words) == 2
         assert f"task.name=classify needs labels, and data.{split} has none" in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
+
+
+def test_training_accuracy_on_a_fixed_clean_slice(tmp_path: Path) -> None:
+    """Under mixup the training accuracy is of mixed images; the slice is scored as evaluation sees it, the same images always."""
+    assert main(tiny(f"out={tmp_path / 'run'}", "eval.train_images=50")) == 0
+    records = read_metrics(tmp_path / "run", "train_clean")
+    assert [(record["step"], record["samples"]) for record in records] == [(3, 50), (6, 50), (9, 50)]
+    assert main(tiny(f"out={tmp_path / 'without'}")) == 0  # and it changes nothing
+    runs = (read_metrics(tmp_path / name, "train") for name in ("run", "without"))
+    assert len({tuple(record["loss"] for record in run) for run in runs}) == 1
+
+
+def test_class_weights_and_logit_adjustment_reach_the_loss() -> None:
+    """A long tail of 6, 3 and 1 images: torch's own weighted loss, and logits moved by the log of each share."""
+    counts, logits, labels = torch.tensor([6, 3, 1]), torch.randn(8, 3), torch.tensor([0, 0, 1, 2, 0, 1, 2, 0])
+    net = torch.nn.Identity()
+    weights = 10 / 3 / counts  # mean 1 over the 10 images
+    task = ClassifyTask(net, ClassifyConfig(class_weights="balanced"), num_classes=3)
+    task.see_classes(counts)
+    found = task.losses({"image": logits, "label": labels}, 0.0)["loss"]
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, labels, weight=weights))
+    task = ClassifyTask(net, ClassifyConfig(logit_adjustment=1.0), num_classes=3)
+    task.see_classes(counts)
+    found = task.losses({"image": logits, "label": labels}, 0.0)["loss"]
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits + (counts / 10).log(), labels))
+    with pytest.raises(ValueError, match=r"classes \[2\] have no training image"):
+        task.see_classes(torch.tensor([6, 3]))
 
 
 def test_wandb_gets_the_same_records_offline_and_once(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class AfterStep(pl.Callback):
         stop: StopRequest,
         key_of: Callable[[int], str] = str,
         look: Callable[..., None] | None = None,
+        clean_loader: Iterable[Batch] | None = None,
     ) -> None:
         self.run, self.machine, self.length = run, machine, length
         self.log_every = log.every  # `self.log` would be overwritten: Lightning puts its own logging there
@@ -64,6 +65,7 @@ class AfterStep(pl.Callback):
         self.results: dict[str, dict[str, float]] = {}
         self.stop = stop
         self.key_of = key_of  # row of the index -> key of the sample
+        self.clean_loader = clean_loader  # a fixed part of the training set, as evaluation sees it
         self.look = look  # draws the first evaluation batch at a step
         self.writer = checkpoint.Writer()
         self._saved = (progress.step, progress.evaluated) if resume_from is not None else None
@@ -177,23 +179,16 @@ class AfterStep(pl.Callback):
         """Scores the raw and, where there is one, the averaged weights; every rank gets the same numbers. False where a
         stop was asked for in the middle: nothing is recorded then."""
         assert self.eval_loader is not None
-        device = module.device
         weights: dict[str, Callable[[], Any]] = {"val": nullcontext}
         if module.ema is not None and module.ema.holds_average:
             weights["val_ema"] = module.ema.swapped
         share_buffers(module.task)
+        look = None if self.look is None else partial(self.look, step=step)
         try:
-            self.results = evaluate(
-                module.task,
-                self.display.evaluating(self.stop.watch(self.eval_loader)),
-                prepare=lambda batch: module.augment(
-                    {key: value.to(device) for key, value in batch.items()}, training=False
-                ),
-                autocast=module.autocast,
-                weights=weights,
-                device=device,
-                look=None if self.look is None else partial(self.look, step=step),
-            )
+            self.results = self._score(module, self.eval_loader, weights, look)
+            if self.clean_loader is not None:
+                (clean,) = self._score(module, self.clean_loader, {"train_clean": nullcontext}, None).values()
+                self.recorder.write("train_clean", clean, **self._axes(step))
         except StoppedError:
             self.results = {}
             return False
@@ -202,6 +197,20 @@ class AfterStep(pl.Callback):
         self.display.line(step, result_text(self.results))
         self._keep_score(module.task.monitor, step)
         return True
+
+    def _score(
+        self, module: Module, loader: Iterable[Batch], weights: Any, look: Callable[[Batch], None] | None
+    ) -> dict[str, dict[str, float]]:
+        device = module.device
+        return evaluate(
+            module.task,
+            self.display.evaluating(self.stop.watch(loader)),
+            prepare=lambda batch: module.augment({key: item.to(device) for key, item in batch.items()}, training=False),
+            autocast=module.autocast,
+            weights=weights,
+            device=device,
+            look=look,
+        )
 
     def _keep_score(self, monitor: Monitor, step: int) -> None:
         """Ranks this evaluation among the earlier ones of each set of weights; ties keep the earlier, NaN never ranks."""

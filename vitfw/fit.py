@@ -10,6 +10,7 @@ from vitfw import checkpoint
 from vitfw.after_step import AfterStep, newest_checkpoint
 from vitfw.config import Config
 from vitfw.data.augment import eval_transform
+from vitfw.data.index import shuffled_rows
 from vitfw.data.loader import Loader, build_eval_loader, build_train_loader
 from vitfw.launch import Launch, broadcast, uses_gpu
 from vitfw.models.export import export_checkpoint
@@ -23,6 +24,7 @@ from vitfw.report.progress import ProgressDisplay
 from vitfw.report.reconstruct import save_training_panel
 from vitfw.report.recorder import Recorder
 from vitfw.run import Run, write_text
+from vitfw.seeding import derive
 from vitfw.tasks.mae import MaeTask
 from vitfw.tasks.task import Batch, Monitor
 from vitfw.trainer import Trainer, build_trainer
@@ -128,16 +130,18 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
     loader = build_train_loader(prepared.train_set, prepared.transform, order=prepared.order, **shared)
     epoch, step = divmod(progress.step, length.steps_per_epoch)
     loader.seek(epoch=epoch, images=step * length.global_batch)
-    eval_loader = None
-    if prepared.val_set is not None:
-        eval_loader = build_eval_loader(
-            prepared.val_set,
-            eval_transform(config.augment, size=size, channels=channels),
-            batch=machine.eval_images_per_device or 2 * machine.images_per_device,
-            rank=launch.rank,
-            world=launch.world,
-            **shared,
-        )
+    scoring = {
+        "transform": eval_transform(config.augment, size=size, channels=channels),
+        "batch": machine.eval_images_per_device or 2 * machine.images_per_device,
+        "rank": launch.rank,
+        "world": launch.world,
+        **shared,
+    }
+    eval_loader = None if prepared.val_set is None else build_eval_loader(prepared.val_set, **scoring)
+    clean_loader = None
+    if config.eval.train_images:
+        rows = shuffled_rows(len(prepared.train_set), derive(prepared.seed, "clean"))[: config.eval.train_images]
+        clean_loader = build_eval_loader(prepared.train_set.select(rows), **scoring)
     module = Module(
         prepared.task,
         prepared.augment,
@@ -168,6 +172,7 @@ def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, c
         stop=stop,
         key_of=prepared.train_set.key,
         look=_panels(prepared, run, launch),
+        clean_loader=clean_loader,
     )
     rest = RestOfRun(loader, (length.total_steps - progress.step) * prepared.accumulation)
     trainer = build_trainer(machine, launch, accumulation=prepared.accumulation, callbacks=[after_step])

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from vitfw import run
@@ -58,6 +59,8 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     for split, samples in (("train", train_set), ("val", val_set)):
         if samples is not None:
             _check_labels(config, task, split, samples)
+    if task.num_classes is not None and not task.multi_label:
+        task.see_classes(torch.from_numpy(np.bincount(train_set.labels[train_set.labels >= 0])))
     preprocessing = evaluation_preprocessing(config.augment, config.model, train_set.classes)
     report = _load_weights(config, launch, task, preprocessing)
     freeze(task, config.freeze)

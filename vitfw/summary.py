@@ -6,6 +6,7 @@ from vitfw.checkpoint import Progress
 from vitfw.config import Config
 from vitfw.data.resources import resolve_workers
 from vitfw.launch import Launch, device_of
+from vitfw.models.vit import ViT
 from vitfw.prepare import Prepared
 from vitfw.run import Run
 from vitfw.schedules import Length
@@ -27,6 +28,7 @@ def start_text(config: Config, launch: Launch, run: Run, prepared: Prepared, pro
         ("val data", prepared.val_set.describe() if prepared.val_set is not None else "none: nothing will be evaluated"),
         ("model", f"{config.model.variant}, {total:,} parameters, {trainable:,} trainable ({trainable / total:.1%})"),
         *([("cost", cost)] if (cost := prepared.task.cost_text()) is not None else []),
+        *([("note", few)] if (few := _few_patches(prepared)) is not None else []),
         *([("weights", prepared.load_report.text())] if prepared.load_report is not None else []),
         ("processes", f"{launch.world} ({launch.kind}, {device}, {machine.precision}), {workers} loader workers each"),
         ("global batch", f"{length.global_batch} = {launch.world} processes x {micro}"),
@@ -35,6 +37,16 @@ def start_text(config: Config, launch: Launch, run: Run, prepared: Prepared, pro
         ("seed", str(prepared.seed)),
     ]  # fmt: skip
     return "\n".join(f"  {name:<14}{text}" for name, text in rows)
+
+
+def _few_patches(prepared: Prepared) -> str | None:
+    network = prepared.task.network
+    if not isinstance(network, ViT) or network.grid_size[0] * network.grid_size[1] >= 16:
+        return None
+    rows, columns = network.grid_size
+    return (
+        f"only {rows} x {columns} patches: such a ViT learns little; lower model.patch_size or enlarge model.image_size"
+    )
 
 
 def _repeats(config: Config, length: Length) -> str:

@@ -15,7 +15,16 @@ class EvalConfig:
 
     every_epochs: float = field(default=1.0, metadata={"help": "epochs between evaluations; 0: at the end alone"})
 
+    train_images: int = field(
+        default=0,
+        metadata={
+            "help": "training images scored as evaluation sees them (split train_clean): accuracy that mixing cannot blur"
+        },
+    )
+
     def __post_init__(self) -> None:
+        if self.train_images < 0:
+            raise ValueError(f"eval.train_images={self.train_images}: must be 0 (off) or more")
         if self.every_epochs < 0:
             raise ValueError(f"eval.every_epochs={self.every_epochs}: must be 0 (at the end alone) or more")
 

@@ -4,12 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from vitfw.models.build import build_model, parameter_layers
 from vitfw.models.label_scores import label_measures, label_results, measure_labels
-from vitfw.models.losses import LossName, check_loss, classification_loss, mixed_accuracy
+from vitfw.models.losses import (
+    LossName,
+    adjust_logits,
+    balanced_weights,
+    check_loss,
+    classification_loss,
+    mixed_accuracy,
+)
 from vitfw.models.variants import ModelConfig
 from vitfw.tasks.task import Batch, Monitor, Task, TaskConfig
 
@@ -26,7 +34,20 @@ class ClassifyConfig(TaskConfig):
     )
     smoothing: float = field(default=0.0, metadata={"help": "label smoothing, folded into the targets once"})
 
+    class_weights: Literal["none", "sqrt", "balanced"] = field(
+        default="none",
+        metadata={"help": "weight of a class in the loss: 1, its training images to the power -1/2, or -1"},
+    )
+    logit_adjustment: float = field(
+        default=0.0,
+        metadata={"help": "times the log of each class's share, added to the logits in training (long tails)"},
+    )
+
     def __post_init__(self) -> None:
+        if self.logit_adjustment < 0:
+            raise ValueError(
+                f"task.logit_adjustment={self.logit_adjustment}: must be 0 (off) or more; 1 is the usual value"
+            )
         if self.num_classes < 0 or self.num_classes == 1:
             raise ValueError(f"task.num_classes={self.num_classes}: must be 2 or more, or 0 to take it from the data")
         if not 0 <= self.smoothing < 1:
@@ -39,19 +60,35 @@ class ClassifyTask(Task):
 
     monitor = Monitor("acc1", "max")
 
-    def __init__(self, net: nn.Module, *, num_classes: int, loss: LossName = "softmax", smoothing: float = 0.0) -> None:
+    class_weights: Tensor | None
+    logit_shift: Tensor | None
+
+    def __init__(self, net: nn.Module, config: ClassifyConfig | None = None, *, num_classes: int) -> None:
         super().__init__()
         self.net = net
-        self.loss: LossName = loss
+        self.config = config = config or ClassifyConfig()
         self.classes = self.num_classes = num_classes
-        self.smoothing = smoothing
+        self.smoothing = config.smoothing
+        self.register_buffer("class_weights", None, persistent=False)
+        self.register_buffer("logit_shift", None, persistent=False)
+
+    def see_classes(self, counts: Tensor) -> None:
+        counts = torch.nn.functional.pad(counts, (0, self.classes - len(counts)))
+        power = {"none": 0.0, "sqrt": 0.5, "balanced": 1.0}[self.config.class_weights]
+        if power:
+            self.class_weights = balanced_weights(counts, power)
+        if self.config.logit_adjustment:
+            self.logit_shift = adjust_logits(torch.zeros(1, self.classes), counts, self.config.logit_adjustment)
 
     def losses(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Batch with `label` int64 [B] or soft [B, K] -> loss, and acc1 in percent, which under mixup and CutMix counts each
         of the two labels by its share."""
         logits, target = self.net(batch["image"]), batch["label"]
         hits = mixed_accuracy(logits.detach(), target, smoothing=self.smoothing)
-        return {"loss": classification_loss(self.loss, logits, target), "acc1": 100.0 * hits}
+        if self.logit_shift is not None:
+            logits = logits + self.logit_shift
+        loss = classification_loss(self.config.loss, logits, target, class_weights=self.class_weights)
+        return {"loss": loss, "acc1": 100.0 * hits}
 
     def measures(self) -> dict[str, Metric]:
         return label_measures(self.classes)
@@ -84,6 +121,4 @@ def build_classify(config: ClassifyConfig, model: ModelConfig, *, num_classes: i
         raise ValueError(
             f"task.num_classes={config.num_classes}, but the training data has labels up to {num_classes - 1}"
         )
-    return ClassifyTask(
-        build_model(model, num_classes=wanted), num_classes=wanted, loss=config.loss, smoothing=config.smoothing
-    )
+    return ClassifyTask(build_model(model, num_classes=wanted), config, num_classes=wanted)

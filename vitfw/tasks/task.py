@@ -66,6 +66,9 @@ class Task(nn.Module, ABC):
         """{parameter name: place in the network}: 0 the embeddings, i + 1 block i, depth + 1 the head. For layer decay; it
         depends on the network alone, so frozen parts and wrappers change nothing. `norm_layer`: where the final norm counts."""
 
+    def see_classes(self, counts: Tensor) -> None:
+        """Told once, before training: int64 [K], the training images of each class."""
+
     def after_step(self, progress: float) -> None:
         """Called once after each optimiser step, for teachers that follow and schedules of the task's own."""
 
