@@ -206,6 +206,23 @@ def test_loader__workers_fetch_through_a_small_cache(web, tmp_path):
     assert len(copies(tmp_path / "c")) <= 2
 
 
+def test_index__a_copy_that_was_evicted_before_it_was_read_is_fetched_again(web, tmp_path, monkeypatch):
+    folder, address, _ = web
+    make_shards(folder, [4])
+    fetch, calls = RemoteCache.fetch, []
+
+    def evicted_once(self, url):
+        path = fetch(self, url)
+        calls.append(url)
+        if len(calls) == 1:
+            path.unlink()
+        return path
+
+    monkeypatch.setattr(RemoteCache, "fetch", evicted_once)
+    samples = open_samples(f"{address}/s00.tar", cache=str(tmp_path / "c"))
+    assert len(samples) == 4 and len(calls) == 2
+
+
 @pytest.fixture(scope="module")
 def bucket():
     """An S3 server on loopback with one bucket, and boto3's client for it."""

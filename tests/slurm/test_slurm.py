@@ -52,6 +52,15 @@ class Slurm:
         fields = self.run("scontrol", "-o", "show", "job", job)
         return fields.split("JobState=")[1].split()[0]
 
+    def resume(self, node: str) -> None:
+        """Brings a node back; it may come back by itself at any moment, and then takes no such command."""
+        end = time.monotonic() + 60
+        while "down" in self.run("sinfo", "-h", "-n", node, "-o", "%t"):
+            command = ["scontrol", "update", f"nodename={node}", "state=resume"]
+            subprocess.run(command, env=self.environment, capture_output=True, timeout=60, check=False)
+            assert time.monotonic() < end, f"{node} stays down"
+            time.sleep(0.5)
+
     def wait(self, job: str, *states: str, seconds: float = 240) -> None:
         end = time.monotonic() + seconds
         while (now := self.state(job)) not in states:
@@ -109,8 +118,7 @@ def test_an_interrupted_job_returns_and_ends_as_the_uncut_run(
     else:
         slurm.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
         slurm.wait(job, "PENDING", "REQUEUED", "COMPLETING")
-        if "down" in slurm.run("sinfo", "-h", "-n", "node2", "-o", "%t"):  # it may have come back by itself
-            slurm.run("scontrol", "update", "nodename=node2", "state=resume")
+        slurm.resume("node2")
     time.sleep(1)
     slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
     text = log.read_text()

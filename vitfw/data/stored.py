@@ -15,7 +15,7 @@ from typing import NamedTuple
 from vitfw.data import table as tables
 from vitfw.data.folder import index_folder
 from vitfw.data.patterns import is_remote
-from vitfw.data.remote import RemoteCache, locked, read_if_there, version
+from vitfw.data.remote import TRIES, RemoteCache, locked, read_if_there, version
 from vitfw.data.shard import index_shard
 from vitfw.data.table import Table
 
@@ -119,14 +119,26 @@ def _remote(url: str, classes: tuple[str, ...] | None, remote: RemoteCache) -> S
         place.parent.mkdir(parents=True, exist_ok=True)
         found = _from_store(url, place, {key: about[key] for key in ("size", "classes")})
         if found is None:
-            table, problems = index_shard(remote.fetch(url), classes, name=url)
-            found = StoredIndex(table, None, problems), None
+            found = _index_copy(url, classes, remote), None
         checksum = found[1] or remote.checksums.get(url)
         tables.save(place, found[0].table, {**about, "problems": found[0].problems, "sha256": checksum})
         found = found[0], checksum
     if found[1] is not None:
         remote.checksums[url] = found[1]
     return found[0]
+
+
+def _index_copy(url: str, classes: tuple[str, ...] | None, remote: RemoteCache) -> StoredIndex:
+    """The index of a remote shard from its local copy, fetched again where another thread or process made room of it."""
+    for attempt in range(TRIES):
+        path = remote.fetch(url)
+        try:
+            table, problems = index_shard(path, classes, name=url)
+            return StoredIndex(table, None, problems)
+        except FileNotFoundError:
+            if attempt == TRIES - 1:
+                raise
+    raise AssertionError("unreachable: the last try returns or raises")
 
 
 def _from_store(url: str, place: Path, about: dict[str, object]) -> tuple[StoredIndex, str | None] | None:

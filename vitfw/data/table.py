@@ -6,6 +6,7 @@
 import json
 import os
 import shutil
+import threading
 import zipfile
 from contextlib import suppress
 from hashlib import sha256
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 FORMAT = 1  # raised when the arrays below change, so that older files are built again
+_PARSING = threading.Lock()
 MAX_SIZE = (1 << 32) - 1  # bytes of one image
 
 
@@ -143,7 +145,8 @@ def save(path: Path, table: Table, about: dict[str, object]) -> None:
 def load(path: Path) -> tuple[Table, dict[str, object]] | None:
     """What `save` wrote; None if there is none that can be read, of this format and whole (it is then rebuilt)."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # numpy parses headers with Python's ast, which in CPython 3.11 fails now and then when threads do it at once
+        with _PARSING, np.load(path, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             if about.get("format") != FORMAT:
                 return None
