@@ -88,9 +88,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for depth in DEPTHS:
         for layout, words in LAYOUTS.items():
             cells.append({"name": f"{layout} {depth}", "words": [*deep(depth), *words], "status": 0})
-    for stop, status in (("1", 75), ("null", 0)):
-        words = [*deep(12), "machine.strategy=fsdp2", f"stop_after={stop}"]
-        cells.append({"name": "resumed 12", "words": words, "status": status})
+        for layout, stop, status in (("ddp", "1", 75), ("fsdp2", "3", 75), ("compiled", "null", 0)):
+            words = [*deep(depth), *LAYOUTS[layout], f"stop_after={stop}"]
+            cells.append({"name": f"resumed {depth}", "words": words, "status": status})
     for cell in cells:
         cell["words"].append(f"out={folder / cell['name']}")
     run_cells(cells, folder)
@@ -146,11 +146,11 @@ def place(name: str, depth: int) -> int:
     return {"head": depth + 1, "fc_norm": depth + 1, "norm": depth}.get(parts[0], 0)
 
 
-@pytest.mark.parametrize(
-    ("layout", "depth"), [*((layout, depth) for layout in LAYOUTS for depth in DEPTHS), ("resumed", 12)]
-)
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "resumed"])
 def test_layer_decay_in_the_live_optimiser_at_every_step(pairs: Path, layout: str, depth: int) -> None:
-    """P11, P12: rate = schedule x decay ^ (depth + 1 - place), and weight decay on matrices alone, whatever wraps the network."""
+    """P11, P12: rate = schedule x decay ^ (depth + 1 - place), and weight decay on matrices alone, whatever wraps the network.
+    The resumed runs were stopped twice and went on under another strategy each time."""
     lines = (pairs / f"{layout} {depth}.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert len(steps) == 4
