@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY
+from torch import nn
 
 from vitfw import checkpoint
+from vitfw.models.build import build_model
+from vitfw.models.export import export
+from vitfw.models.preprocess import Preprocessing
+from vitfw.models.variants import ModelConfig
 from vitfw.report.recorder import read_metrics
 from vitfw.train import main
 
 # 4 micro-batches of 8 images whatever the number of processes, so that all draw the same numbers; 4 updates
 SHORT = [*TINY, "machine.images_per_device=8", "train.epochs=2", "data.fraction=0.05", "eval.every_epochs=0"]
+TAUGHT = ["task.name=distill", "task.teacher=TEACHER"]  # the folder that `runs` makes
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {"words": ["optim.clip_norm=null", "ema.decay=null"]},
     "accumulation": {"words": ["machine.images_per_device=4"]},
@@ -36,15 +42,17 @@ FEATURES: dict[str, dict[str, Any]] = {
             "augment.cutmix=0",
         ]
     },
+    "distillation": {"words": [*TAUGHT, "model.distillation_token=true", "model.class_token=true", "model.pool=cls"]},
+    "distillation, features": {"words": [*TAUGHT, "task.form=feature", "task.weight=1"]},
     "recomputed": {"words": ["machine.recompute_every=1", "model.dropout=0.1"]},
     "bf16": {"words": ["machine.precision=bf16"], "rtol": 2e-3},
     "compiled, recomputed": {"words": ["machine.compile=true", "machine.recompute_every=2"]},
 }
 TWO = {"ddp": FEATURES.keys(), "fsdp2": FEATURES.keys()}
 FOUR = {
-    "ddp": ["average"],
-    "fsdp2": ["average", "frozen, layer decay", "mae"],
-    "hsdp": ["average", "accumulation", "frozen, layer decay", "mae", "bf16"],
+    "ddp": ["average", "distillation"],
+    "fsdp2": ["average", "frozen, layer decay", "mae", "distillation"],
+    "hsdp": ["average", "accumulation", "frozen, layer decay", "mae", "bf16", "distillation", "distillation, features"],
 }
 # a run of 9 steps that is cut in mid-epoch and taken on by (processes, strategy, last step of this part)
 CHAIN = [
@@ -83,7 +91,8 @@ def run_cells(processes: int, cells: list[dict[str, Any]], folder: Path) -> tupl
 
 def cell(folder: Path, feature: str, strategy: str) -> dict[str, Any]:
     name = f"{strategy} {feature}"
-    words = [*words_of(feature), f"machine.strategy={strategy}", f"out={folder / name}"]
+    words = [word.replace("TEACHER", str(folder.parent / "teacher")) for word in words_of(feature)]
+    words += [f"machine.strategy={strategy}", f"out={folder / name}"]
     words += ["machine.shard_size=2"] if strategy == "hsdp" else []
     return {"name": name, "words": words, "freeze": FEATURES[feature].get("freeze", [])}
 
@@ -95,10 +104,20 @@ def link(folder: Path, strategy: str, last: int | None) -> dict[str, Any]:
     return {"name": f"link {strategy}", "words": words, "status": 0 if last is None else 75}
 
 
+def make_teacher(folder: Path) -> None:
+    """A folder of timm's kind with a random network, so sure of itself that rounding never changes its best class."""
+    torch.manual_seed(1)
+    config = ModelConfig(variant="vit_ti2", image_size=8, in_channels=1, width=24, depth=2, heads=2)
+    net = build_model(config, num_classes=10)
+    nn.init.normal_(net.head.weight)  # type: ignore[union-attr,arg-type]
+    export(net, folder, preprocessing=Preprocessing(size=(8, 8), mean=(0.4,), std=(0.3,)))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs of this file, in one torchrun for each number of processes; `singles/` holds the references."""
     folder = tmp_path_factory.mktemp("runs")
+    make_teacher(folder / "teacher")
     for processes, table in ((1, {"single": FEATURES}), (2, TWO), (4, FOUR)):
         (folder / str(processes)).mkdir()
         links = [link(folder, strategy, last) for count, strategy, last in CHAIN[:-1] if count == processes]
@@ -120,7 +139,8 @@ CELLS = [(2, s, f) for s in TWO for f in TWO[s]] + [(4, s, f) for s in FOUR for 
 def test_every_strategy_trains_what_one_process_trains(runs: Path, processes: int, strategy: str, feature: str) -> None:
     ours, reference = runs / str(processes) / f"{strategy} {feature}", runs / "1" / f"single {feature}"
     rtol = FEATURES[feature].get("rtol", 1e-5)
-    for name in ("loss", "gradient_norm", "learning_rate"):
+    parts = ("distillation_loss", "label_loss") if feature.startswith("distillation") else ()
+    for name in ("loss", "gradient_norm", "learning_rate", *parts):
         expected = values(reference, "train", name)
         assert len(expected) == 4
         assert values(ours, "train", name) == pytest.approx(
