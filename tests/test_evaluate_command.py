@@ -52,18 +52,20 @@ def test_eval__equals_scikit_learn_on_the_saved_predictions(place: str, tmp_path
     assert json.loads((tmp_path / "out" / "results.json").read_text())["scores"] == found
 
 
-def test_eval__the_same_for_any_batch_and_workers(place: str, tmp_path: Path) -> None:
+def test_eval__the_same_bits_for_any_batch_and_workers(place: str, tmp_path: Path) -> None:
     found = []
     for number, words in enumerate(
-        (["machine.eval_images_per_device=7"], ["machine.eval_images_per_device=64", "machine.workers=1"])
+        (
+            ["machine.eval_images_per_device=7"],
+            ["machine.eval_images_per_device=1"],
+            ["machine.eval_images_per_device=100", "machine.workers=1"],
+        )
     ):
         file = tmp_path / f"{number}.csv"
         results = evaluate_place(place, [*QUICK[1:], f"data.val={DATA}/val-00000.tar", f"predictions={file}", *words])
-        found.append((results["scores"], read_logits(file)[1]))
-    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
-    exact = ("acc1", "acc5", "mean_class_acc", "samples")
-    assert {name: found[0][0][name] for name in exact} == {name: found[1][0][name] for name in exact}
-    assert found[0][0]["nll"] == pytest.approx(found[1][0]["nll"], abs=1e-6)
+        found.append((json.dumps(results), read_logits(file)[1]))  # as text: empty bins are NaN
+    for results, logits in found[1:]:
+        assert results == found[0][0] and np.array_equal(logits, found[0][1])
 
 
 def test_eval__other_sizes_and_calibration(place: str) -> None:

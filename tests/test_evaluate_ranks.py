@@ -1,4 +1,4 @@
-"""One, two and three processes give the same bits: predictions, features, neighbours.
+"""One, two and three processes, each with another batch size, give the same bits: predictions, features, neighbours.
 
 Processes are started once, as three, and regroup as two. This file imports little, since each of them imports it.
 """
@@ -34,13 +34,14 @@ def loader(rank: int, world: int, batch: int) -> list[dict[str, torch.Tensor]]:
 def work(rank: int, world: int, folder: str) -> None:
     """Everything that is shared out over processes; results of rank r go to RESULT-WORLD-r.npz."""
     torch.manual_seed(0)
+    batch = {1: 64, 2: 7, 3: 1}[world]
     config = ModelConfig(variant="vit_ti4", image_size=8, width=32, depth=2, heads=2)
     network = build_model(config, num_classes=CLASSES)
     device = torch.device("cpu")
-    found = predict(network, loader(rank, world, 4), prepare=lambda batch: batch, device=device)
+    found = predict(network, loader(rank, world, batch), prepare=lambda batch: batch, device=device)
     features = extract_features(
         network,
-        [loader(rank, world, 4)],
+        [loader(rank, world, batch)],
         folder=Path(folder) / f"features-{world}",
         facts={},
         num_rows=IMAGES,

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vitfw.evaluate.chunks import chunked
 from vitfw.models.vit import ViT
 from vitfw.tasks.task import Batch
 
-FORMAT = 1  # raised when what is stored changes its meaning, so that older caches are computed again
+FORMAT = 2  # raised when what is stored changes its meaning, so that older caches are computed again
 CHUNK = 4096  # images moved at once when the ranks' parts are joined
 
 
@@ -182,7 +183,7 @@ def _vectors(
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(index [n], labels [n] or [n, K], vectors float16 [n, C, D]) of each batch, padding taken out."""
-    for batch in loader:
+    for batch in chunked(loader):
         prepared = prepare(batch)
         with autocast():
             vectors = feature_vectors(network, prepared["image"].to(device), columns)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitfw.evaluate.calibration import softmax
+from vitfw.evaluate.chunks import chunked
 from vitfw.tasks.task import Batch
 
 
@@ -45,12 +46,13 @@ def predict(
     """One pass over an evaluation loader, entered by all ranks together. The network is left in the mode it had.
 
     `prepare` brings a batch to the device and normalises it. Padding (index -1) is taken out: each image counts once.
+    The network always sees batches of one size, so the logits do not depend on the loader's (see `chunks`).
     """
     modes = [(module, module.training) for module in network.modules()]
     network.eval()
     rows: dict[str, list[Tensor]] = {"index": [], "label": [], "logits": []}
     try:
-        for batch in loader:
+        for batch in chunked(loader):
             prepared = prepare(batch)
             with autocast():
                 logits = network(prepared["image"])
