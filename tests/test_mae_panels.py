@@ -4,12 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from vitfw import show
-from vitfw.models.mae_weights import to_published
 from vitfw.models.model_config import ModelConfig
 from vitfw.models.patches import normalise_patches, patchify
 from vitfw.report.reconstruct import NO_STATISTICS, TRUE_STATISTICS, draw_panel, reconstruct, save_training_panel
@@ -105,39 +101,3 @@ def test_training_panels_show_the_same_images_and_masks(tmp_path: Path) -> None:
     )
     assert save_training_panel(other, batch, tmp_path / "c", step=5, mean=MEAN, std=STD) is None
     assert not (tmp_path / "c").exists()
-
-
-def test_show_reads_a_published_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """A file of the published layout, of a size that stands in for B/16."""
-    config = MaeConfig(decoder_width=32, decoder_depth=1, decoder_heads=16)
-    monkeypatch.setitem(show.PUBLISHED_WIDTHS, 192, "ti")
-    model = ModelConfig(variant="mae_ti112")
-    task = build_mae(config, model, num_classes=0).eval()
-    save_file(to_published(task.state_dict()), tmp_path / "mae.safetensors")
-    Image.new("RGB", (300, 260), (200, 30, 60)).save(tmp_path / "picture.jpg")
-    out = tmp_path / "panel.png"
-    assert (
-        show.show_reconstruct([str(tmp_path / "mae.safetensors"), str(tmp_path / "picture.jpg"), "-o", str(out)]) == 0
-    )
-    assert "1 images" in capsys.readouterr().out
-    with Image.open(out) as panel:
-        assert panel.size[0] >= 5 * 224
-    opened, _ = show.open_mae(str(tmp_path / "mae.safetensors"))
-    for name, value in task.state_dict().items():
-        assert torch.equal(opened.state_dict()[name], value), name
-
-
-def test_show_refuses_what_cannot_reconstruct(tmp_path: Path) -> None:
-    golden = load_file(Path(__file__).parent / "goldens" / "mae_reference.safetensors")
-    file = {
-        name.removeprefix("norm.weight."): value for name, value in golden.items() if name.startswith("norm.weight.")
-    }
-    save_file(file, tmp_path / "tiny.safetensors")
-    encoder = {name: value for name, value in file.items() if not name.startswith(("decoder_", "mask"))}
-    save_file(encoder, tmp_path / "encoder.safetensors")
-    with pytest.raises(ValueError, match=r"encoder.safetensors: holds no decoder weights .* cannot reconstruct images"):
-        show.open_mae(str(tmp_path / "encoder.safetensors"))
-    with pytest.raises(ValueError, match=r"an encoder of width 48 is none of the published ones"):
-        show.open_mae(str(tmp_path / "tiny.safetensors"))
-    with pytest.raises(ValueError, match=r"no such checkpoint; give a run folder"):
-        show.open_mae(str(tmp_path / "nothing.pth"))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import tiny, torchrun
 
@@ -48,6 +49,25 @@ def test_resume_in_mid_epoch_and_two_processes(tmp_path: Path) -> None:
     one, two_values = ({r["step"]: r["loss"] for r in read_metrics(tmp_path / name, "val")} for name in ("one", "two"))
     for step, loss in one.items():
         assert abs(two_values[step] - loss) < 1e-5 * loss
+
+
+def test_pretraining_goes_on_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`weights=` takes encoder and decoder of a run's checkpoint: without learning, the loss is the one it ended with. The
+    export holds an encoder alone, and the start-up summary says so."""
+    once = ["train.epochs=1", "optim.warmup_epochs=0"]
+    assert main(mae(*once, f"out={tmp_path}/first")) == 0
+    still = [*once, "optim.lr=1e-12", "optim.weight_decay=0"]
+    checkpoint_of_first = f"weights={tmp_path}/first/checkpoints/last.ckpt"
+    assert main(mae(*still, checkpoint_of_first, f"out={tmp_path}/second")) == 0
+    assert "decoder: all 20 tensors loaded" in capsys.readouterr().out
+    ended, went_on = (read_metrics(tmp_path / name, "val")[-1]["loss"] for name in ("first", "second"))
+    assert abs(went_on - ended) < 1e-5 * ended
+    assert main(mae(*still, f"weights={tmp_path}/first", f"out={tmp_path}/third", "stop_after=1")) == 75
+    assert "decoder: none in the file, it starts from its initialisation" in capsys.readouterr().out
+    assert main(mae(*still, checkpoint_of_first, f"out={tmp_path}/fourth", "task.decoder_width=48")) == 2
+    assert "task.decoder_width is 24 in the file and 48 here. Set task.decoder_width=24" in capsys.readouterr().err
+    assert main(mae(*still, checkpoint_of_first, f"out={tmp_path}/fifth", "task.normalise_target=true")) == 2
+    assert "task.normalise_target is False in the file and True here" in capsys.readouterr().err
 
 
 def test_from_pretraining_to_probe_and_fine_tuning(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from vitfw.models.load_report import LoadReport
 from vitfw.models.preprocess import Preprocessing
 from vitfw.models.preprocess import check as check_preprocessing
 from vitfw.models.variants import ModelConfig, input_size
-from vitfw.models.weights import load as load_weights
 from vitfw.optim import ResolvedRate, resolve_learning_rate
 from vitfw.schedules import Length, learning_rate, resolve_length
 from vitfw.seeding import derive, seed_all
@@ -142,7 +141,7 @@ def _load_weights(config: Config, launch: Launch, task: Task, preprocessing: Pre
         if config.freeze.rung != "full" and launch.is_main:
             print(f"note: freeze.rung={config.freeze.rung} without weights=: the frozen part is random")
         return None
-    report = load_weights(task.network, config.weights, config.load)
+    report = task.load_weights(config.weights, config.load)
     if report.preprocessing is not None:
         # another head is trained here, so other class names are no mistake; another mean or deviation is
         for word in check_preprocessing(replace(report.preprocessing, class_names=()), preprocessing):

@@ -1,6 +1,7 @@
 """`vitfw show reconstruct PLACE IMAGES... -o panel.png`: what a masked autoencoder makes of any images."""
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,17 +13,23 @@ from torch import Tensor
 from vitfw import checkpoint
 from vitfw.data.augment import eval_transform
 from vitfw.data.mix import BatchAugment
-from vitfw.models.mae_weights import from_published, refuse_without_decoder
+from vitfw.models.load_report import LoadConfig
+from vitfw.models.mae_weights import (
+    PUBLISHED_DECODER,
+    PUBLISHED_DECODER_HEADS,
+    PUBLISHED_ENCODER_HEADS,
+    decoder_sizes,
+    decoder_state,
+    encoder_sizes,
+)
 from vitfw.models.model_config import ModelConfig
 from vitfw.models.preprocess import Preprocessing
-from vitfw.models.reading import model_section, read
+from vitfw.models.reading import Source, model_section, read
 from vitfw.opened import augment_of
 from vitfw.report.reconstruct import panel_of
 from vitfw.tasks.mae import MaeConfig, MaeTask, build_mae
 
 IMAGENET = Preprocessing(size=(224, 224), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-PUBLISHED_WIDTHS = {768: "b", 1024: "l", 1280: "h"}  # widths of the encoders that were published
-PUBLISHED_DECODER_HEADS = 16
 
 
 def show_reconstruct(words: Sequence[str]) -> int:
@@ -37,8 +44,11 @@ def show_reconstruct(words: Sequence[str]) -> int:
         action="store_true",
         help="a published file that was trained on pixels that are not normalised",
     )
+    parser.add_argument("--heads", type=int, help="of the encoder of a published file whose size is none of MAE's own")
+    parser.add_argument("--decoder-heads", type=int, help="the same of its decoder")
     given = parser.parse_args(list(words))
-    task, preprocessing = open_mae(given.place, plain_target=given.plain_target)
+    heads = given.heads, given.decoder_heads
+    task, preprocessing = open_mae(given.place, plain_target=given.plain_target, heads=heads)
     images = read_images(given.images, preprocessing)
     batch = {"image": images, "index": torch.arange(len(images)) + given.seed * len(images)}
     panel = panel_of(
@@ -54,21 +64,28 @@ def show_reconstruct(words: Sequence[str]) -> int:
     return 0
 
 
-def open_mae(place: str, *, plain_target: bool = False) -> tuple[MaeTask, Preprocessing]:
+def open_mae(
+    place: str, *, plain_target: bool = False, heads: tuple[int | None, int | None] = (None, None)
+) -> tuple[MaeTask, Preprocessing]:
     """A masked autoencoder with its weights, in evaluation mode, and how its images are prepared.
 
-    Raises ValueError for files without a decoder and for those that do not say what they hold.
+    plain_target, heads (of encoder and decoder): what a published file does not say. Raises ValueError for files
+    without a decoder and for those that do not say what they hold.
     """
     path = Path(place)
-    if path.is_dir():
+    if (path / "checkpoints").is_dir():
         path = path / "checkpoints" / checkpoint.LAST
-    if not path.is_file():
+    if not path.is_file() and not (path / "config.json").is_file():
         raise ValueError(f"{place}: no such checkpoint; give a run folder, a checkpoint, or a published file of MAE")
     if path.suffix == ".ckpt":
         return _open_own(path)
-    state = dict(read(path).state)
-    refuse_without_decoder(state, str(path))
-    return _open_published(state, place, plain_target), IMAGENET
+    task = _open_published(read(path), plain_target, heads)
+    if task.encoder.in_channels != len(IMAGENET.mean):
+        raise ValueError(
+            f"{place}: takes images of {task.encoder.in_channels} channels and does not say how they are normalised; "
+            "use a checkpoint of vitfw"
+        )
+    return task, dataclasses.replace(IMAGENET, size=task.encoder.arch.image)
 
 
 def read_images(paths: Sequence[str], preprocessing: Preprocessing) -> Tensor:
@@ -86,7 +103,7 @@ def _open_own(path: Path) -> tuple[MaeTask, Preprocessing]:
     state = checkpoint.load(path)
     section = (yaml.safe_load(state["config"]) or {}).get("task") or {}
     if section.get("name") != "mae":
-        refuse_without_decoder(state["model"], str(path))
+        raise _no_decoder(str(path))
     model, config = model_section(path), MaeConfig(**section)
     assert model is not None
     labels = state["model"].get("probe.head.bias")
@@ -95,21 +112,34 @@ def _open_own(path: Path) -> tuple[MaeTask, Preprocessing]:
     return task.eval(), Preprocessing.from_plain(state["preprocessing"])
 
 
-def _open_published(state: dict[str, Tensor], place: str, plain_target: bool) -> MaeTask:
-    """Sizes are read off the tensors; heads and image size are those of the published models."""
-    width, patch = state["cls_token"].shape[2], state["patch_embed.proj.weight"].shape[2]
-    if width not in PUBLISHED_WIDTHS:
+def _open_published(source: Source, plain_target: bool, heads: tuple[int | None, int | None]) -> MaeTask:
+    """Sizes are read off the tensors; the heads of the published sizes are known, others must be told."""
+    found = decoder_state(source, LoadConfig())
+    if not found:
+        raise _no_decoder(source.place)
+    model, decoder = encoder_sizes(source, LoadConfig()), decoder_sizes(found)
+    if heads[0] is not None:
+        model["heads"] = heads[0]
+    if "heads" not in model:
         raise ValueError(
-            f"{place}: an encoder of width {width} is none of the published ones "
-            f"({', '.join(f'{name} {size}' for size, name in PUBLISHED_WIDTHS.items())}), so its heads are unknown"
+            f"{source.place}: an encoder of width {model['width']} is none of the published ones "
+            f"({', '.join(map(str, PUBLISHED_ENCODER_HEADS))}), and no tensor shows its heads: give --heads"
         )
-    depth = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("decoder_blocks."))
-    config = MaeConfig(
-        decoder_width=state["mask_token"].shape[2],
-        decoder_depth=depth,
-        decoder_heads=PUBLISHED_DECODER_HEADS,
-        normalise_target=not plain_target,
-    )
-    task = build_mae(config, ModelConfig(variant=f"mae_{PUBLISHED_WIDTHS[width]}{patch}"), num_classes=0)
-    task.load_state_dict(from_published(state))
+    published = (decoder["decoder_width"], decoder["decoder_depth"]) == PUBLISHED_DECODER
+    decoder["decoder_heads"] = heads[1] or (PUBLISHED_DECODER_HEADS if published else None)
+    if decoder["decoder_heads"] is None:
+        raise ValueError(
+            f"{source.place}: a decoder of {decoder['decoder_width']} x {decoder['decoder_depth']} is not the published "
+            f"one ({PUBLISHED_DECODER[0]} x {PUBLISHED_DECODER[1]}), and no tensor shows its heads: give --decoder-heads"
+        )
+    config = MaeConfig(normalise_target=not plain_target, **decoder)
+    task = build_mae(config, ModelConfig(variant="mae_b16", **model), num_classes=0)
+    task.load_weights(source.place, LoadConfig())
     return task.eval()
+
+
+def _no_decoder(place: str) -> ValueError:
+    return ValueError(
+        f"{place}: holds no decoder weights (it is an encoder alone, for fine-tuning), so it cannot reconstruct images; "
+        "use a checkpoint of the pretraining run, or the published file with decoder weights"
+    )

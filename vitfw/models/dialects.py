@@ -64,7 +64,7 @@ def translate(state: State) -> Translated:
     elif "class_embedding" in state:
         state, dialect, implied = _from_clip(state), "clip", {"norm_eps": 1e-5}
     elif "embeddings.patch_embeddings.projection.weight" in state:
-        state, dialect = _from_transformers(state), "transformers"
+        state, dialect = from_transformers(state), "transformers"
     elif "storage_tokens" in state:
         state, dialect, implied = _from_dinov3(state), "dinov3", {"norm_eps": 1e-5, "rope": "centered"}
     elif "register_tokens" in state or any(".mlp.w12." in name for name in state) or _chunked(state):
@@ -149,7 +149,7 @@ def _from_clip(state: State) -> State:
     return renamed
 
 
-def _from_transformers(state: State) -> State:
+def from_transformers(state: State) -> State:
     """ViT, DeiT and DINOv2 as the transformers library names them."""
     rules = [
         (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),

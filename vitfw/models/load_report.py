@@ -12,6 +12,8 @@ BEHAVIOUR = (
     *("heads", "norm", "norm_eps", "activation", "mlp", "rope", "rope_temperature", "rope_layout", "rope_reference"),
     *("window", "global_blocks", "pre_norm", "parallel"),
 )
+# The same of a masked autoencoder's decoder.
+DECODER_BEHAVIOUR = ("decoder_heads", "normalise_target")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +55,10 @@ class LoadConfig:
     def __post_init__(self) -> None:
         if self.grid is not None and (len(self.grid) != 2 or min(self.grid) < 1):
             raise ValueError(f"load.grid={self.grid}: two numbers, rows and columns of patches")
-        unknown = set(self.differ) - set(BEHAVIOUR)
+        known = (*BEHAVIOUR, *DECODER_BEHAVIOUR)
+        unknown = set(self.differ) - set(known)
         if unknown:
-            raise ValueError(
-                f"load.differ: {', '.join(sorted(unknown))} is not compared; known: {', '.join(BEHAVIOUR)}"
-            )
+            raise ValueError(f"load.differ: {', '.join(sorted(unknown))} is not compared; known: {', '.join(known)}")
         if self.head_rows is not None and self.head == "drop":
             raise ValueError("load.head_rows remaps the head, load.head=drop throws it away; give one of them")
 
@@ -77,6 +78,7 @@ class LoadReport:
     outside: tuple[str, ...]
     coverage: float
     preprocessing: Preprocessing | None = None
+    decoder: tuple[str, ...] = ()  # of a masked autoencoder: what became of it
 
     def text(self) -> str:
         """A few lines for the log."""
@@ -92,6 +94,7 @@ class LoadReport:
         ):
             if names:
                 lines.append(f"  {title}: {some(names, 6)}")
+        lines += [f"  decoder: {word}" for word in self.decoder]
         return "\n".join(lines)
 
 

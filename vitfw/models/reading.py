@@ -9,7 +9,7 @@ import json
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +52,7 @@ class Source:
     architecture: Architecture | None = None
     preprocessing: Preprocessing | None = None
     own: bool = False  # a checkpoint of vitfw
+    task: Mapping[str, Any] = field(default_factory=dict)  # its section `task`
 
 
 def read(place: str | Path, *, which: Which = "auto", trust: bool = False) -> Source:
@@ -232,7 +233,8 @@ def _read_own(path: Path, tree: Mapping[str, Any], which: Which) -> Source:
     state: State = {**tree["model"], **averaged} if use_average else dict(tree["model"])
     section = _section(tree)
     arch = None if section is None or section.variant.startswith("timm:") else resolve(section)
-    return Source(str(path), state, "ema" if use_average else "model", arch, _preprocessing(tree), own=True)
+    entry, task = "ema" if use_average else "model", _recipe(tree).get("task") or {}
+    return Source(str(path), state, entry, arch, _preprocessing(tree), own=True, task=task)
 
 
 def model_section(path: str | Path) -> ModelConfig | None:
@@ -240,10 +242,14 @@ def model_section(path: str | Path) -> ModelConfig | None:
     return _section(_load_pickle(Path(path), trust=False))
 
 
-def _section(tree: Mapping[str, Any]) -> ModelConfig | None:
+def _recipe(tree: Mapping[str, Any]) -> dict[str, Any]:
     import yaml
 
-    section = (yaml.safe_load(tree["config"]) or {}).get("model")
+    return yaml.safe_load(tree["config"]) or {}
+
+
+def _section(tree: Mapping[str, Any]) -> ModelConfig | None:
+    section = _recipe(tree).get("model")
     return None if section is None else ModelConfig(**_known(section, ModelConfig))
 
 

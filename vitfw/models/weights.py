@@ -29,20 +29,26 @@ def load(model: nn.Module, place: str | Path, config: LoadConfig | None = None) 
     heads, ...).
     """
     config = config or LoadConfig()
+    return load_source(model, read(place, which=config.which, trust=config.trust), config)
+
+
+def load_source(model: nn.Module, source: Source, config: LoadConfig) -> LoadReport:
+    """`load` for a file that has been read."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"weights={place}: the model is on the meta device; call build.materialise before loading")
-    source = read(place, which=config.which, trust=config.trust)
+        raise ValueError(
+            f"weights={source.place}: the model is on the meta device; call build.materialise before loading"
+        )
     if isinstance(model, TimmModel):
         return _load_timm(model, source, config)
     if not isinstance(model, ViT):
-        raise ValueError(f"weights={place}: a {type(model).__name__} is neither a ViT nor a TimmModel")
-    state, prefix, outside = _locate(unwrap(source.state), source, config)
+        raise ValueError(f"weights={source.place}: a {type(model).__name__} is neither a ViT nor a TimmModel")
+    state, prefix, outside = locate(unwrap(source.state), source, config)
     told = translate(state)
     _compare(model.arch, source, told, config.differ)
     return _apply(model, source, told, config, prefix, outside)
 
 
-def _locate(state: State, source: Source, config: LoadConfig) -> tuple[State, str, tuple[str, ...]]:
+def locate(state: State, source: Source, config: LoadConfig) -> tuple[State, str, tuple[str, ...]]:
     """The network's own tensors without their prefix, the prefix, and the names outside it."""
     if any(name.endswith("embedding/kernel") for name in state):
         return state, "", ()
@@ -105,7 +111,7 @@ def _apply(
     except MisfitError as error:
         raise ValueError(f"weights={source.place}: {error}") from None
     missing = [name for name in own if name not in state]
-    fresh = [name for name in missing if HEAD.fullmatch(name) or name in new_norm or _matches(name, config.fresh)]
+    fresh = [name for name in missing if HEAD.fullmatch(name) or name in new_norm or matches(name, config.fresh)]
     fresh += [name for name in missing if name == "mask_token"]
     _refuse_gaps(source, own, state, [name for name in missing if name not in fresh])
     taken = [name for name in own if name in state]
@@ -140,7 +146,7 @@ def _apply(
 
 
 def _without(state: State, ignore: Sequence[str]) -> tuple[State, list[str]]:
-    dropped = [name for name in state if _matches(name, ignore)]
+    dropped = [name for name in state if matches(name, ignore)]
     return {name: value for name, value in state.items() if name not in dropped}, dropped
 
 
@@ -226,7 +232,7 @@ def _load_timm(model: TimmModel, source: Source, config: LoadConfig) -> LoadRepo
     except MisfitError as error:
         raise ValueError(f"weights={source.place}: {error}") from None
     missing = [name for name in own if name not in state]
-    fresh = [name for name in missing if name.startswith(f"{classifier}.") or _matches(name, config.fresh)]
+    fresh = [name for name in missing if name.startswith(f"{classifier}.") or matches(name, config.fresh)]
     _refuse_gaps(source, own, state, [name for name in missing if name not in fresh])
     taken = [name for name in own if name in state]
     with torch.no_grad():
@@ -262,7 +268,7 @@ def _coverage(own: Mapping[str, Tensor], taken: Sequence[str]) -> float:
     return sum(backbone[name] for name in taken if name in backbone) / max(sum(backbone.values()), 1)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(re.fullmatch(pattern, name) or name.startswith(f"{pattern}.") for pattern in patterns)
 
 

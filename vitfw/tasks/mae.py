@@ -14,6 +14,8 @@ from torchmetrics import Metric, SumMetric
 
 from vitfw.models.build import build_model
 from vitfw.models.decoder import Decoder, decoder_architecture
+from vitfw.models.load_report import LoadConfig, LoadReport
+from vitfw.models.mae_weights import load_autoencoder
 from vitfw.models.masks import MaskKind, grid_side, kept_patches, numbers_needed, patch_order, split_order
 from vitfw.models.neighbours import NeighbourAccuracy
 from vitfw.models.patches import normalise_patches, take_patches
@@ -173,6 +175,11 @@ class MaeTask(Task):
     @property
     def network(self) -> nn.Module:
         return self.encoder
+
+    def load_weights(self, place: str, config: LoadConfig) -> LoadReport:
+        """Encoder, and decoder where the file has one: going on with pretraining. The probe always starts anew."""
+        normalised = self.config.normalise_target
+        return load_autoencoder(self.encoder, self.decoder, place, config, normalise_target=normalised)
 
     def parameter_layers(self, norm_layer: Literal["last_block", "head"]) -> dict[str, int]:
         place: Literal["block", "head"] = "head" if norm_layer == "head" else "block"

@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from vitfw.models.load_report import LoadConfig, LoadReport
+from vitfw.models.weights import load
+
 Batch = dict[str, Tensor]
 
 
@@ -65,6 +68,10 @@ class Task(nn.Module, ABC):
     def parameter_layers(self, norm_layer: Literal["last_block", "head"]) -> dict[str, int]:
         """{parameter name: place in the network}: 0 the embeddings, i + 1 block i, depth + 1 the head. For layer decay; it
         depends on the network alone, so frozen parts and wrappers change nothing. `norm_layer`: where the final norm counts."""
+
+    def load_weights(self, place: str, config: LoadConfig) -> LoadReport:
+        """Starts from the weights at `place` (the key `weights`): the network, and what else of the task they hold."""
+        return load(self.network, place, config)
 
     def see_classes(self, counts: Tensor) -> None:
         """Told once, before training: int64 [K], the training images of each class."""
