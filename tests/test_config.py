@@ -1,6 +1,7 @@
 """Words to Config: every mistake is one line that names the key, the value and what would be right; valid words still work."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,28 @@ def test_a_recipe_that_is_none_is_refused_by_its_name(tmp_path: Path, content: b
     with pytest.raises(ConfigError) as caught:
         load([f"recipe={tmp_path / 'r.yaml'}"])
     assert "r.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_parent_that_is_none_is_refused_by_its_name(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("extends: deit_bb\noptim: {lr: 1.0e-3}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: extends: deit_bb: no such recipe; did you mean deit_b"):
+        load([f"recipe={recipe}"])
+
+
+def test_types_are_told_in_words() -> None:
+    """No key's type shows Python's own spelling of it."""
+    for name, kind, *_ in keys():
+        assert not {"Optional", "Literal", "Union", "typing", "tuple", "None"} & set(re.findall(r"\w+", kind)), (
+            name,
+            kind,
+        )
+    told = {name: kind for name, kind, *_ in keys()}
+    assert told["optim.betas"] == "a list of 2 numbers or null"
+    assert told["load.fresh"] == "a list of texts"
+    assert load(["recipe=digits", "model.position=none"]).model.position == "none"  # a value of its own
+    assert load(["recipe=digits", "model.position=null"]).model.position is None
+    assert load(["recipe=digits", "model.pool=none"]).model.pool is None  # else none, None and null are the same
 
 
 def test_extends_is_one_level(tmp_path: Path) -> None:

@@ -347,6 +347,21 @@ def test_section__p31_broken_keys_stop_the_start_unless_told_to_skip(tmp_path):
         assert len(open_data(DataConfig(train=pattern, on_broken_key="skip"))[0]) == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"train": ""}, "data.train=: pattern '' has an empty part"),
+        ({"train": "nosuch-*.tar"}, "data.train=nosuch-*.tar: pattern 'nosuch-*.tar' matches no file"),
+        ({"train": "README.md"}, "data.train=README.md: README.md: not a tar header"),
+        ({"train": "data/digits/train-00000.tar", "classes": "nosuch.txt"}, "data.classes=nosuch.txt: no such file"),
+    ],
+)
+def test_section__errors_name_the_key(settings: dict, text: str) -> None:
+    with pytest.raises((ValueError, OSError)) as caught:
+        open_data(DataConfig(**settings))
+    assert text in str(caught.value)
+
+
 def test_section__open_data_compares_the_classes(tmp_path):
     train, val = make_folder(tmp_path / "t", {"a": 1, "b": 1}), make_folder(tmp_path / "v", {"a": 1, "c": 1})
     assert open_data(DataConfig(train=train))[1] is None

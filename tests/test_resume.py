@@ -2,15 +2,19 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import ROOT, TINY, tiny, torchrun
 
 from vitfw import checkpoint
+from vitfw.config import load
 from vitfw.report.recorder import read_metrics
+from vitfw.run import package_versions
 from vitfw.train import main
 
 STEPS = 9
@@ -141,6 +145,33 @@ def test_another_configuration_is_refused_with_the_differences(uncut: Path, caps
     error = capsys.readouterr().err
     assert "holds a run with another configuration: optim.lr: 0.002 -> 0.5" in error
     assert "resume=changed" in error
+
+
+def test_a_folder_of_an_older_version_goes_on_and_says_so(
+    uncut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys that did not exist when the run began count as their defaults; a value that differs from the default is a change."""
+    words = [*TINY, f"out={tmp_path / 'run'}"]
+    assert main([*words, "stop_after=4"]) == 75
+    config, provenance = tmp_path / "run" / "config.yaml", tmp_path / "run" / "provenance.json"
+    stored, record = yaml.safe_load(config.read_text()), json.loads(provenance.read_text())
+    del stored["eval"]["train_images"], stored["guard"]
+    del stored["optim"]["lr"]  # TINY sets it: a key of an older version that had no lr cannot have meant this one
+    record["attempts"][0]["versions"]["torch"] = "1.0"
+    provenance.write_text(json.dumps(record))
+    config.write_text(yaml.safe_dump(stored))
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "optim.lr: None -> 0.002." in capsys.readouterr().err
+    config.write_text(yaml.safe_dump(stored | {"optim": stored["optim"] | {"lr": 0.002}}))
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert f"other versions than in the attempt before: torch 1.0 -> {package_versions()['torch']}" in shown
+    added = next(line for line in shown.splitlines() if "count as their defaults" in line)
+    assert added.endswith("eval.train_images, guard")
+    assert_same_tensors(final(tmp_path / "run")["model"], final(uncut)["model"])
+    assert yaml.safe_load(config.read_text())["guard"] == json.loads(json.dumps(asdict(load(words).guard)))
+    assert json.loads(provenance.read_text())["attempts"][1]["notes"]
 
 
 def test_a_finished_run_says_so_and_ends_with_0(uncut: Path, capsys: pytest.CaptureFixture[str]) -> None:

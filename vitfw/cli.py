@@ -173,6 +173,13 @@ def shards(words: list[str]) -> int:
     return 0 if found.sound else 1
 
 
+def checkpoint(words: list[str]) -> int:
+    """info | diff | average | consolidate: what is in checkpoints, what they differ in, new files from them"""
+    from vitfw.checkpoint_command import main as checkpoint_main
+
+    return checkpoint_main(words)
+
+
 def export(words: list[str]) -> int:
     """CHECKPOINT FOLDER [--onnx]: weights as a folder that timm and Hugging Face load, and as ONNX"""
     from vitfw.models.export import export_checkpoint
@@ -199,6 +206,11 @@ def show(words: list[str]) -> int:
         return show_reconstruct(words[1:])
     if words[:1] == ["augment"]:
         return show_augment(words[1:])
+    if words[:1] in (["-h"], ["--help"]):
+        print(
+            f"usage: vitfw show {show.__doc__}\n(vitfw show augment --help and vitfw show reconstruct --help say more)"
+        )
+        return 0
     raise ValueError(f"vitfw show {(show.__doc__ or '').splitlines()[0]}")
 
 
@@ -251,6 +263,7 @@ VERBS: dict[str, Verb] = {
     "eval": evaluate,
     "probe": probe,
     "predict": predict,
+    "checkpoint": checkpoint,
     "export": export,
     "show": show,
 }

@@ -42,6 +42,7 @@ class Run:
     run_id: str
     attempt: int
     finished: bool
+    notes: tuple[str, ...] = ()  # what differs from the attempt before and is no reason to refuse: versions, new keys
 
     @property
     def checkpoints(self) -> Path:
@@ -60,10 +61,12 @@ def open_run(
     machine: Mapping[str, Any],
     seed: int,
     data: Mapping[str, str | None],
+    defaults: Mapping[str, Any] | None = None,
     resume: Literal["same", "changed"] = "same",
 ) -> Run:
     """Makes the folder, or goes on in it. `recipe` is all that may change the result, as plain containers;
-    `data` the fingerprint of each set (keys, labels and sizes of all images).
+    `data` the fingerprint of each set (keys, labels and sizes of all images). Keys that an older version did not know, so
+    that the folder has no value for them, count as their `defaults`.
 
     Raises RunError, before anything is written, when the folder holds a run with another configuration (unless `resume` is
     "changed", which records the change) or is no run folder at all.
@@ -82,6 +85,7 @@ def open_run(
             "attempts": [],
         }
         changes: list[str] = []
+        notes: tuple[str, ...] = ()
     else:
         try:
             stored = yaml.safe_load(config_file.read_text(encoding="utf-8"))
@@ -94,7 +98,9 @@ def open_run(
             raise RunError(
                 f"out={folder}: config.yaml or provenance.json is not what a run writes; choose another out="
             )
-        changes = differences(stored, recipe)
+        complete = with_defaults(stored, defaults or {})
+        changes = differences(complete, recipe)
+        notes = _notes(provenance["attempts"], differences(stored, complete))
         changes += [
             f"images of {line}" for line in differences(provenance.get("data", dict(data)), dict(data), "data.")
         ]
@@ -116,6 +122,7 @@ def open_run(
                 "changes": changes,
                 "host": platform.node(),
                 "python": platform.python_version(),
+                "notes": list(notes),
                 "versions": package_versions(),
                 "commit": source_commit(),
             }
@@ -123,7 +130,30 @@ def open_run(
         # provenance first: a folder with a config.yaml is complete, whenever the process is killed
         write_text(provenance_file, json.dumps(provenance, indent=2) + "\n")
         write_text(config_file, yaml.safe_dump(dict(recipe), sort_keys=False))
-    return Run(folder, provenance["run_id"], attempt, finished)
+    return Run(folder, provenance["run_id"], attempt, finished, notes)
+
+
+def with_defaults(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`stored`, and the default of each key of a section that it lacks."""
+    complete = dict(stored)
+    for key, value in defaults.items():
+        if isinstance(value, Mapping) and isinstance(stored.get(key, {}), Mapping):
+            complete[key] = with_defaults(stored.get(key, {}), value)
+        else:
+            complete.setdefault(key, value)
+    return complete
+
+
+def _notes(attempts: list[dict[str, Any]], added: list[str]) -> tuple[str, ...]:
+    """What to say about going on with other versions than the attempt before ran with."""
+    before = attempts[-1].get("versions", {}) if attempts else {}
+    now = package_versions()
+    moved = [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    notes = [f"other versions than in the attempt before: {', '.join(moved)}"] if moved else []
+    if added:
+        keys = ", ".join(line.partition(":")[0] for line in added)
+        notes.append(f"keys that this version added count as their defaults: {keys}")
+    return tuple(notes)
 
 
 def _left_by_a_start(folder: Path) -> bool:

@@ -24,6 +24,7 @@ def start_text(config: Config, launch: Launch, run: Run, prepared: Prepared, pro
     micro = f"{prepared.accumulation} micro-batches x {prepared.images_per_device} images"
     rows = [
         ("run", f"{run.folder}, recipe {config.recipe}, {where}"),
+        *[("note", text) for text in run.notes],
         ("train data", prepared.train_set.describe()),
         ("val data", prepared.val_set.describe() if prepared.val_set is not None else "none: nothing will be evaluated"),
         ("model", f"{config.model.variant}, {total:,} parameters, {trainable:,} trainable ({trainable / total:.1%})"),

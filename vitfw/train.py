@@ -100,6 +100,7 @@ def _open(config: Config, prepared: "Prepared", recipe: dict[str, Any], words: l
         machine=asdict(config.machine),
         seed=prepared.seed,
         data={split: None if samples is None else samples.fingerprint() for split, samples in sets.items()},
+        defaults=config.default_part(),
         resume=config.resume,
     )
 

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -79,19 +80,30 @@ class DataConfig:
 
 
 def open_split(data: DataConfig, split: Literal["train", "val"]) -> Samples:
-    """The samples of data.train (with fraction or per_class applied) or of data.val; ValueError where none is named."""
+    """The samples of data.train (with fraction or per_class applied) or of data.val.
+
+    Raises ValueError where none is named or the data are not sound, OSError where they cannot be read; both name the key.
+    """
     pattern = data.train if split == "train" else data.val
     if pattern is None:
         raise ValueError(
             f"data.{split} is not given; name shards or a folder, for example data.{split}=/data/{split}-*.tar"
         )
-    samples = open_samples(
-        pattern,
-        classes=data.classes,
-        on_problem=data.on_broken_key,
-        cache=data.cache,
-        cache_bytes=int(data.cache_gb * 1e9),
-    )
+    if data.classes is not None and not Path(data.classes).is_file():
+        raise ValueError(
+            f"data.classes={data.classes}: no such file; one class name a line, in the order of the labels"
+        )
+    try:
+        samples = open_samples(
+            pattern,
+            classes=data.classes,
+            on_problem=data.on_broken_key,
+            cache=data.cache,
+            cache_bytes=int(data.cache_gb * 1e9),
+        )
+    except (ValueError, OSError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"data.{split}={pattern}: {error}") from error
     if split == "train" and (data.fraction < 1.0 or data.per_class is not None):
         samples = samples.select(_subset_rows(samples, data))
     return samples
