@@ -2,7 +2,14 @@
 
 import sys
 
-from vitfw.train import main
+from vitfw.startup import run
+
+
+def command() -> int:
+    from vitfw.train import main  # takes seconds, in which a signal may come
+
+    return main(sys.argv[1:])
+
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(command, to_the_end=True))

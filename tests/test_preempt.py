@@ -21,6 +21,7 @@ from vitfw.data.loader import WorkerStart
 from vitfw.launch import Launch, MachineConfig
 from vitfw.preempt import SPARE_SECONDS, Answer, StoppedError, StopRequest, deadline
 from vitfw.report.recorder import read_metrics
+from vitfw.startup import LeaveNow
 from vitfw.tasks.classify import ClassifyTask
 from vitfw.train import main
 from vitfw.trainer import build_trainer
@@ -54,7 +55,7 @@ def test_a_second_ctrl_c_of_one_process_means_now(request_stop: StopRequest) -> 
     request_stop.install()
     try:
         os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(LeaveNow, match="start the same command again"):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         request_stop.uninstall()
@@ -86,6 +87,8 @@ def test_the_clock_is_ours_or_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(now) + 3600))
     assert deadline(0.0) == int(now) + 3600 - SPARE_SECONDS
     assert deadline(10.0) == pytest.approx(now + 600, abs=5)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(now) + 60))  # a short job must not be over before it begins
+    assert deadline(0.0) == pytest.approx(now + 45, abs=3)
     assert StopRequest(wall_minutes=1e-9).agreed() in (Answer.STOP, Answer.GO_ON)
     time.sleep(0.01)
     assert StopRequest(wall_minutes=1e-9).deadline < time.time() + 1

@@ -181,6 +181,40 @@ def test_a_finished_run_says_so_and_ends_with_0(uncut: Path, capsys: pytest.Capt
     assert (uncut / "metrics.jsonl").read_bytes() == before
 
 
+def test_without_a_readable_checkpoint_the_start_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, f"out={tmp_path / 'run'}"]
+    assert main([*words, "stop_after=2"]) == 75
+    for file in (tmp_path / "run" / "checkpoints").iterdir():
+        file.write_bytes(b"nothing")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vitfw: no checkpoint in") and "choose another out= to start anew" in error
+    assert "Traceback" not in error
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_makes_its_export_again(uncut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(uncut, folder)
+    first = (folder / "export" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "export")
+    (folder / "stopped").write_text("9\n")
+    assert main([*TINY, f"out={folder}"]) == 0
+    out = capsys.readouterr().out
+    assert "it is made again from the checkpoints" in out
+    assert str(folder / "export") in out
+    assert (folder / "export" / "model.safetensors").read_bytes() == first
+    assert not (folder / "stopped").exists()
+    (folder / "export" / "model.safetensors").unlink()
+    shutil.rmtree(folder / "checkpoints")
+    assert main([*TINY, f"out={folder}"]) == 2
+    assert "a finished run whose export/ and checkpoints/ are gone" in capsys.readouterr().err
+
+
 def test_a_folder_with_other_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert main([*TINY, f"out={tmp_path}"]) == 2

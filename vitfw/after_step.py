@@ -95,7 +95,6 @@ class AfterStep(pl.Callback):
                 module.guard.load_state_dict(self.resume_from["guard"])
             self.resume_from = None
         module.step = self.progress.step
-        self.stop.install()
         if self.evaluation_pending:
             self.stopped = trainer.should_stop = not self._evaluate(module, self.progress.step)
             self.save(trainer, module)  # a best that is only remembered would have no file
@@ -126,7 +125,6 @@ class AfterStep(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._finish_writing()
-        self.stop.uninstall()
         self.display.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -134,7 +132,6 @@ class AfterStep(pl.Callback):
             self.writer.wait()
         except OSError as error:  # the exception that ended the run must be the one that is shown last
             print(error, file=sys.stderr)
-        self.stop.uninstall()
         self.display.close()
 
     def _heed_guard(self, trainer: pl.Trainer, module: Module) -> None:

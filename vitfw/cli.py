@@ -34,9 +34,14 @@ def _usage() -> str:
 
 def train(words: list[str]) -> int:
     """recipe=NAME key=value ...: trains; the same as train.py"""
-    from vitfw.train import main as train_main
+    from vitfw.startup import run
 
-    return train_main(words)
+    def command() -> int:
+        from vitfw.train import main as train_main  # takes seconds, in which a signal may come
+
+        return train_main(words)
+
+    return run(command)
 
 
 def recipes(words: list[str]) -> int:

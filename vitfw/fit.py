@@ -12,18 +12,18 @@ from vitfw.config import Config
 from vitfw.data.augment import eval_transform
 from vitfw.data.index import shuffled_rows
 from vitfw.data.loader import Loader, build_eval_loader, build_train_loader
-from vitfw.launch import Launch, broadcast, uses_gpu
+from vitfw.launch import Launch, broadcast, on_any, uses_gpu
 from vitfw.models.export import export_checkpoint
 from vitfw.models.variants import input_size
 from vitfw.module import Module
 from vitfw.parallel import place
-from vitfw.preempt import MARKER, StopRequest
+from vitfw.preempt import MARKER, StopRequest, mark_stopped
 from vitfw.prepare import Prepared
 from vitfw.report.dashboard import Dashboard, start_wandb
 from vitfw.report.progress import ProgressDisplay
 from vitfw.report.reconstruct import save_training_panel
 from vitfw.report.recorder import Recorder
-from vitfw.run import Run, write_text
+from vitfw.run import Run
 from vitfw.seeding import derive
 from vitfw.tasks.mae import MaeTask
 from vitfw.tasks.task import Batch, Monitor
@@ -66,14 +66,16 @@ class Fit:
     def run(self) -> bool:
         """Trains to the end (True), or until a stop was asked for (False). A stop that came from outside leaves a marker in
         the run folder for the launcher, until the next start."""
-        stop, marker = self.after_step.stop, self.after_step.run.folder / MARKER
-        if self.trainer.is_global_zero:
-            marker.unlink(missing_ok=True)
-        limit = self.after_step.stop_after
+        after_step, stop, is_main = self.after_step, self.after_step.stop, self.trainer.is_global_zero
+        if is_main:
+            (after_step.run.folder / MARKER).unlink(missing_ok=True)
+        limit = after_step.stop_after
         if limit is not None and limit <= self.progress.step and len(self.loader):
-            self.after_step.stopped = True  # it stands there already
+            after_step.stopped = True  # it stands there already
+        if on_any(stop.signal is not None):
+            after_step.stopped = stop.agreed_to_stop = True  # nothing was done that must be saved
         try:
-            if (len(self.loader) or self.after_step.evaluation_pending) and not self.after_step.stopped:
+            if (len(self.loader) or after_step.evaluation_pending) and not after_step.stopped:
                 with warnings.catch_warnings():  # Lightning looks for srun although it was told how the run was started
                     warnings.filterwarnings("ignore", message=".*`srun` command is available")
                     # frozen parts are in evaluation mode on purpose
@@ -82,23 +84,24 @@ class Fit:
                     warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
                     self.trainer.fit(self.module, self.loader)
         except BaseException:
-            self.after_step.recorder.close(status=1)
+            after_step.recorder.close(status=1)
             raise
-        finally:
-            stop.uninstall()
-        self.after_step.recorder.close(status=0)
-        if self.after_step.stopped and self.trainer.is_global_zero and stop.agreed_to_stop:
-            write_text(marker, f"{self.progress.step}\n")
+        after_step.recorder.close(status=0)
+        if after_step.stopped and is_main and stop.agreed_to_stop:
+            mark_stopped(after_step.run.folder, self.progress.step)
         broadcast(None)  # a launcher may end the others as soon as one leaves: all leave when everything is written
-        return not self.after_step.stopped
+        return not after_step.stopped
 
     def export(self) -> Path:
-        """The network with its best weights (by the task's monitor; the last ones without evaluation) as a timm folder."""
-        run, progress = self.after_step.run, self.progress
-        split = best_split(self.module.task.monitor, progress)
-        file = checkpoint.LAST if split is None else checkpoint.best_name(split)
-        which = "ema" if split == "val_ema" else "raw"
-        return export_checkpoint(run.checkpoints / file, run.export, which=which).folder
+        return export_run(self.after_step.run, self.module.task.monitor, self.progress)
+
+
+def export_run(run: Run, monitor: Monitor, progress: checkpoint.Progress) -> Path:
+    """The network with its best weights (by the task's monitor; the last ones without evaluation) as a timm folder."""
+    split = best_split(monitor, progress)
+    file = checkpoint.LAST if split is None else checkpoint.best_name(split)
+    which = "ema" if split == "val_ema" else "raw"
+    return export_checkpoint(run.checkpoints / file, run.export, which=which).folder
 
 
 def best_split(monitor: Monitor, progress: checkpoint.Progress) -> str | None:
@@ -111,10 +114,10 @@ def best_split(monitor: Monitor, progress: checkpoint.Progress) -> str | None:
     return best
 
 
-def build_fit(config: Config, launch: Launch, run: Run, prepared: Prepared, *, config_text: str) -> Fit:
+def build_fit(
+    config: Config, launch: Launch, run: Run, prepared: Prepared, *, stop: StopRequest, config_text: str
+) -> Fit:
     """Finds where the run stands and builds everything from there. Called on all ranks."""
-    stop = StopRequest(config.machine.stop_signal, wall_minutes=config.machine.wall_minutes)
-    stop.install()  # from here on a signal ends the run after the first step, with a checkpoint
     found = newest_checkpoint(run.checkpoints, is_main=launch.is_main)
     state = checkpoint.load(found[0]) if found else None
     progress = found[1] if found else checkpoint.Progress()

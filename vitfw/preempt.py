@@ -5,14 +5,18 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from vitfw.run import write_text
+from vitfw.startup import LeaveNow
+
 MARKER = "stopped"  # file in the run folder while the run wants the same command again: torchrun hides exit statuses
-SPARE_SECONDS = 120  # kept for the save where SLURM says when the job will end
+SPARE_SECONDS = 120  # kept for the save where SLURM says when the job will end; of a short job a quarter of its time
 
 T = TypeVar("T")
 
@@ -59,7 +63,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal == signal.SIGINT and self._group is None:
-            raise KeyboardInterrupt
+            raise LeaveNow("left at once: start the same command again to go on from the last checkpoint")
         if self.signal is None:
             self.signal = number
 
@@ -98,4 +102,12 @@ def deadline(wall_minutes: float) -> float:
     ends the job where it says when; infinity without either."""
     end = time.time() + 60 * wall_minutes if wall_minutes else float("inf")
     job_end = os.environ.get("SLURM_JOB_END_TIME", "")
-    return min(end, int(job_end) - SPARE_SECONDS) if job_end.isdigit() else end
+    if not job_end.isdigit():
+        return end
+    left = int(job_end) - time.time()
+    return min(end, int(job_end) - min(SPARE_SECONDS, left / 4))
+
+
+def mark_stopped(folder: Path, step: int) -> None:
+    """Leaves the marker for launchers that cannot see the exit status. Rank 0 only."""
+    write_text(folder / MARKER, f"{step}\n")
