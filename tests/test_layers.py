@@ -45,8 +45,8 @@ def own_imports(name: str) -> set[str]:
 
 def layer_of(name: str) -> int:
     exact = {
-        "vitfw": 0, "vitfw.schedules": 0, "vitfw.seeding": 0, "vitfw.words": 0, "vitfw.machine": 0, "vitfw.startup": 0,
-        "vitfw.models.cost": 0,
+        "vitfw.versions": -1, "vitfw": 0, "vitfw.schedules": 0, "vitfw.seeding": 0, "vitfw.words": 0, "vitfw.machine": 0,
+        "vitfw.startup": 0, "vitfw.models.cost": 0,
         "vitfw.ema": 1, "vitfw.parallel": 1, "vitfw.guard": 1, "vitfw.launch": 1,
         "vitfw.optim": 2, "vitfw.checkpoint": 2, "vitfw.tasks.task": 2,
         "vitfw.tasks": 4,

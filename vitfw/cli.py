@@ -185,6 +185,13 @@ def checkpoint(words: list[str]) -> int:
     return checkpoint_main(words)
 
 
+def upload(words: list[str]) -> int:
+    """RUN_FOLDER [--project P]: one whole W&B run out of a run's own records, of all its attempts"""
+    from vitfw.upload_command import main as upload_main
+
+    return upload_main(words)
+
+
 def export(words: list[str]) -> int:
     """CHECKPOINT FOLDER [--onnx]: weights as a folder that timm and Hugging Face load, and as ONNX"""
     from vitfw.models.export import export_checkpoint
@@ -271,6 +278,7 @@ VERBS: dict[str, Verb] = {
     "checkpoint": checkpoint,
     "export": export,
     "show": show,
+    "upload": upload,
 }
 
 if __name__ == "__main__":

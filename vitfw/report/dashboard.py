@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 class Dashboard:
@@ -13,6 +13,10 @@ class Dashboard:
     def __init__(self, start: Callable[[], Any]) -> None:
         self._run: Any = None
         self._run = self._guard(start)
+
+    @property
+    def on(self) -> bool:
+        return self._run is not None
 
     def log(self, values: Mapping[str, Any], axes: Mapping[str, Any]) -> None:
         """`values` are named split/name; `axes` holds step, images, epoch and attempt, which every record carries."""
@@ -35,7 +39,14 @@ class Dashboard:
 
 
 def start_wandb(
-    folder: Path, *, run_id: str, project: str, entity: str | None, name: str | None, config: Mapping[str, Any]
+    folder: Path,
+    *,
+    run_id: str,
+    project: str,
+    entity: str | None,
+    name: str | None,
+    config: Mapping[str, Any],
+    resume: Literal["allow", "never"] = "allow",
 ) -> Dashboard:
     """One W&B run with a stable id, so that a resumed job goes on in it; the optimiser step is the x axis of everything."""
 
@@ -53,7 +64,7 @@ def start_wandb(
             id=run_id,
             dir=str(folder),
             config=dict(config),
-            resume=None if mode == "offline" else "allow",  # offline there is nothing to ask
+            resume=None if mode == "offline" else resume,  # offline there is nothing to ask
             mode=mode,  # pyright: ignore[reportArgumentType]
             settings=wandb.Settings(console="off", init_timeout=60),
         )
