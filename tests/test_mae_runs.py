@@ -51,6 +51,32 @@ def test_resume_in_mid_epoch_and_two_processes(tmp_path: Path) -> None:
         assert abs(two_values[step] - loss) < 1e-5 * loss
 
 
+def test_the_short_fine_tune_leaves_the_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses and weights are bit-equal with and without it, and after a stop in mid-epoch; its cost is told before. With
+    sharded weights the copy is made whole, and scores as in one process."""
+    tune = ["task.tune_per_class=4", "task.tune_steps=12", "task.tune_batch=16"]
+    name = "tune_n4_s12_acc1"
+    assert main(mae(f"out={tmp_path}/without")) == 0
+    assert main(mae(*tune, f"out={tmp_path}/with")) == 0
+    assert "the short fine-tune at each evaluation, 12 updates of 16 whole images" in capsys.readouterr().out
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    plain = state(tmp_path / "without")
+    assert all(torch.equal(value, plain[name]) for name, value in state(tmp_path / "with").items())
+    assert main(mae(*tune, f"out={tmp_path}/cut", "stop_after=4")) == 75
+    assert main(mae(*tune, f"out={tmp_path}/cut")) == 0
+    scores, again = ([r[name] for r in read_metrics(tmp_path / run, "val")] for run in ("with", "cut"))
+    assert scores == again
+    assert len(scores) == 3
+    small = [*mae("machine.images_per_device=16"), *tune]
+    assert main([*small, f"out={tmp_path}/one"]) == 0
+    sharded = torchrun(2, [*small, "machine.strategy=fsdp2", f"out={tmp_path}/sharded"])
+    assert sharded.returncode == 0, sharded.stderr
+    for step, loss in losses(tmp_path / "one").items():
+        assert abs(losses(tmp_path / "sharded")[step] - loss) < 1e-5 * abs(loss)
+    one, two = ([r[name] for r in read_metrics(tmp_path / run, "val")] for run in ("one", "sharded"))
+    assert all(abs(a - b) < 1.5 for a, b in zip(one, two, strict=True))
+
+
 def test_pretraining_goes_on_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`weights=` takes encoder and decoder of a run's checkpoint: without learning, the loss is the one it ended with. The
     export holds an encoder alone, and the start-up summary says so."""

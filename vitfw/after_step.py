@@ -53,6 +53,7 @@ class AfterStep(pl.Callback):
         key_of: Callable[[int], str] = str,
         look: Callable[..., None] | None = None,
         clean_loader: Iterable[Batch] | None = None,
+        tune: Callable[..., dict[str, float]] | None = None,
     ) -> None:
         self.run, self.machine, self.length = run, machine, length
         self.log_every = log.every  # `self.log` would be overwritten: Lightning puts its own logging there
@@ -67,6 +68,7 @@ class AfterStep(pl.Callback):
         self.key_of = key_of  # row of the index -> key of the sample
         self.clean_loader = clean_loader  # a fixed part of the training set, as evaluation sees it
         self.look = look  # draws the first evaluation batch at a step
+        self.tune = tune  # fine-tunes a copy for a moment and scores it
         self.writer = checkpoint.Writer()
         self._saved = (progress.step, progress.evaluated) if resume_from is not None else None
         self._rows: deque[tuple[int, Any]] = deque(maxlen=ROWS)
@@ -183,6 +185,8 @@ class AfterStep(pl.Callback):
         look = None if self.look is None else partial(self.look, step=step)
         try:
             self.results = self._score(module, self.eval_loader, weights, look)
+            if self.tune is not None:
+                self.results["val"] |= self.tune(module, lambda b: self.display.evaluating(self.stop.watch(b)))
             if self.clean_loader is not None:
                 (clean,) = self._score(module, self.clean_loader, {"train_clean": nullcontext}, None).values()
                 self.recorder.write("train_clean", clean, **self._axes(step))

@@ -1,10 +1,12 @@
 """Joins the prepared parts to loaders, module and trainer, at the place where the run stands."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from vitfw import checkpoint
 from vitfw.after_step import AfterStep, newest_checkpoint
@@ -12,7 +14,8 @@ from vitfw.config import Config
 from vitfw.data.augment import eval_transform
 from vitfw.data.index import shuffled_rows
 from vitfw.data.loader import Loader, build_eval_loader, build_train_loader
-from vitfw.launch import Launch, broadcast, on_any, uses_gpu
+from vitfw.evaluate.short_tune import short_tune
+from vitfw.launch import Launch, MachineConfig, broadcast, on_any, uses_gpu
 from vitfw.models.export import export_checkpoint
 from vitfw.models.variants import input_size
 from vitfw.module import Module
@@ -28,6 +31,8 @@ from vitfw.seeding import derive
 from vitfw.tasks.mae import MaeTask
 from vitfw.tasks.task import Batch, Monitor
 from vitfw.trainer import Trainer, build_trainer
+
+Watch = Callable[[Iterable[Batch]], Iterator[Batch]]
 
 
 class RestOfRun:
@@ -175,6 +180,7 @@ def build_fit(
         stop=stop,
         key_of=prepared.train_set.key,
         look=_panels(prepared, run, launch),
+        tune=_short_tune(prepared, machine, {**scoring, "data": replace(config.data, trace=False), "folder": None}),
         clean_loader=clean_loader,
     )
     rest = RestOfRun(loader, (length.total_steps - progress.step) * prepared.accumulation)
@@ -193,6 +199,35 @@ def _panels(prepared: Prepared, run: Run, launch: Launch) -> Callable[[Batch, in
         save_training_panel(task, batch, folder, step=step, mean=preprocessing.mean, std=preprocessing.std)
 
     return draw
+
+
+def _short_tune(
+    prepared: Prepared, machine: MachineConfig, scoring: dict[str, Any]
+) -> Callable[[Module, Watch], dict[str, float]] | None:
+    """For a masked autoencoder with `task.tune_per_class`: the short fine-tune of a copy, at each evaluation."""
+    plan, task = prepared.tune, prepared.task
+    if plan is None or not isinstance(task, MaeTask):
+        return None
+    shared = {key: value for key, value in scoring.items() if key not in ("transform", "batch", "rank", "world")}
+
+    def tune(module: Module, watch: Watch) -> dict[str, float]:
+        # loaders of the moment: their workers do not wait beside those of the training
+        train = build_train_loader(plan.samples, prepared.transform, order=plan.order, **shared)
+        train.seek(epoch=0, images=0)
+        assert prepared.val_set is not None
+        return short_tune(
+            plan,
+            task.encoder,
+            train=lambda: watch(train),
+            val=watch(build_eval_loader(prepared.val_set, **scoring)),
+            prepare=lambda batch, training: module.augment(
+                {key: value.to(module.device) for key, value in batch.items()}, training=training
+            ),
+            autocast=nullcontext if machine.precision == "fp16" else module.autocast,  # without a gradient scaler
+            device=module.device,
+        )
+
+    return tune
 
 
 def _recorder(config: Config, launch: Launch, run: Run) -> Recorder:

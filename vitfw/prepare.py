@@ -13,6 +13,7 @@ from vitfw.data.mix import BatchAugment
 from vitfw.data.order import TrainOrder
 from vitfw.data.section import build_train_order, open_data
 from vitfw.evaluate.freezing import freeze
+from vitfw.evaluate.short_tune import ShortTune, plan_short_tune
 from vitfw.launch import Launch, broadcast, split_batch
 from vitfw.models.load_report import LoadReport
 from vitfw.models.preprocess import Preprocessing
@@ -22,6 +23,7 @@ from vitfw.optim import ResolvedRate, resolve_learning_rate
 from vitfw.schedules import Length, learning_rate, resolve_length
 from vitfw.seeding import derive, seed_all
 from vitfw.tasks import build_task
+from vitfw.tasks.mae import MaeTask
 from vitfw.tasks.task import Task
 
 
@@ -42,6 +44,7 @@ class Prepared:
     load_report: LoadReport | None  # of `weights=`
     transform: TrainTransform
     order: TrainOrder
+    tune: ShortTune | None  # of a masked autoencoder, at each evaluation
 
 
 def prepare(config: Config, launch: Launch) -> Prepared:
@@ -91,7 +94,17 @@ def prepare(config: Config, launch: Launch) -> Prepared:
         load_report=report,
         transform=transform,
         order=order,
+        tune=_short_tune(task, train_set, val_set, launch, images_per_device),
     )
+
+
+def _short_tune(
+    task: Task, train_set: Samples, val_set: Samples | None, launch: Launch, images_per_device: int
+) -> ShortTune | None:
+    if not isinstance(task, MaeTask):
+        return None
+    places = {"rank": launch.rank, "world": launch.world, "images_per_device": images_per_device}
+    return plan_short_tune(task.config, train_set, val_set, **places)
 
 
 def _check_labels(config: Config, task: Task, split: str, samples: Samples) -> None:

@@ -53,13 +53,23 @@ class MaeConfig(TaskConfig):
     neighbour_temperature: float = field(
         default=0.07, metadata={"help": "a neighbour votes with exp(cosine similarity / temperature)"}
     )
+    tune_per_class: int = field(
+        default=0,
+        metadata={
+            "help": "labelled training images a class for a short fine-tune of a copy at each evaluation; 0: none"
+        },
+    )
+    tune_steps: int = field(default=100, metadata={"help": "updates of that fine-tune"})
+    tune_batch: int = field(default=64, metadata={"help": "images of one of its updates, over all processes"})
+    tune_lr: float = field(default=1e-3, metadata={"help": "its peak learning rate, at the head; layer decay is 0.75"})
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_ratio < 1:
             raise ValueError(f"task.mask_ratio={self.mask_ratio}: must lie between 0 and 1")
         if self.mask == "grid":
             grid_side(self.mask_ratio)
-        for key in ("decoder_width", "decoder_depth", "decoder_heads", "decoder_mlp_ratio", "neighbour_temperature"):
+        positive = ("decoder_width", "decoder_depth", "decoder_heads", "decoder_mlp_ratio", "neighbour_temperature")
+        for key in (*positive, "tune_steps", "tune_batch", "tune_lr"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"task.{key}={getattr(self, key)}: must be above 0")
         if self.decoder_width % 4 or self.decoder_width % self.decoder_heads:
@@ -67,8 +77,9 @@ class MaeConfig(TaskConfig):
                 f"task.decoder_width={self.decoder_width}: must be divisible by 4 (sin-cos positions) and by "
                 f"task.decoder_heads={self.decoder_heads}"
             )
-        if self.neighbours < 0:
-            raise ValueError(f"task.neighbours={self.neighbours}: must be 0 (none) or more")
+        for key in ("neighbours", "tune_per_class"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"task.{key}={getattr(self, key)}: must be 0 (none) or more")
 
 
 class MaeTask(Task):
@@ -189,12 +200,19 @@ class MaeTask(Task):
 
     def cost_text(self) -> str:
         """One line for the start-up summary; the decoder decides whether a step is cheaper than a supervised one."""
-        arch = self.encoder.arch
+        arch, config = self.encoder.arch, self.config
         encoder, decoder = self.macs()
-        kept = kept_patches(arch.patches, self.config.mask_ratio)
-        return (
+        kept = kept_patches(arch.patches, config.mask_ratio)
+        text = (
             f"encoder {encoder / 1e9:.3g} GMAC on {kept} of {arch.patches} patches, decoder {decoder / 1e9:.3g} GMAC: "
             f"decoder / encoder = {decoder / encoder:.2f}"
+        )
+        if not config.tune_per_class:
+            return text
+        images = config.tune_steps * config.tune_batch * self._encoder_macs(arch.patches) / (encoder + decoder)
+        return text + (
+            f"; the short fine-tune at each evaluation, {config.tune_steps} updates of {config.tune_batch} whole images, "
+            f"costs as much as pretraining on {images:,.0f} images"
         )
 
     def macs(self) -> tuple[int, int]:
@@ -202,11 +220,15 @@ class MaeTask(Task):
         arch, width = self.encoder.arch, self.decoder.arch.width
         visible = arch.prefix + kept_patches(arch.patches, self.config.mask_ratio)
         tokens = arch.prefix + arch.patches
-        encoder = _block_macs(self.encoder.blocks, visible, arch.width)
-        encoder += arch.patches * self.encoder.patch_embed.proj.weight.numel()
         decoder = _block_macs(self.decoder.blocks, tokens, width)
         decoder += visible * self.decoder.embed.weight.numel() + tokens * self.decoder.pred.weight.numel()
-        return encoder, decoder
+        return self._encoder_macs(visible - arch.prefix), decoder
+
+    def _encoder_macs(self, patches: int) -> int:
+        """Of one image of which this many patches go through the blocks."""
+        arch = self.encoder.arch
+        embedding = arch.patches * self.encoder.patch_embed.proj.weight.numel()
+        return embedding + _block_macs(self.encoder.blocks, arch.prefix + patches, arch.width)
 
     def _pool(self, tokens: Tensor) -> Tensor:
         """Tokens [B, prefix + n, D] -> features [B, D]."""
