@@ -114,7 +114,7 @@ def test_other_crops_equal_torchvision(config: AugmentConfig, reference: list) -
 @pytest.mark.parametrize("share", [0.875, 0.9, 1.0])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_evaluation_equals_timm(share: float, interpolation) -> None:
-    """224 at 0.875 is resize 256, at 0.9 resize 248; here 56 from 64 and 62."""
+    """P71: 224 at 0.875 is resize 256, at 0.9 resize 248; here 56 from 64 and 62."""
     transform = eval_transform(AugmentConfig(eval_crop=share, eval_interpolation=interpolation), size=(56, 56))
     reference = create_transform(
         56, is_training=False, crop_pct=share, interpolation=interpolation, normalize=False, use_prefetcher=True

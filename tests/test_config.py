@@ -47,6 +47,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("word", "text"), REFUSALS)
 def test_refusals(word: str, text: str) -> None:
+    """P18."""
     words = [word] if word.startswith("recipe=") else ["recipe=digits", word]
     with pytest.raises(ConfigError) as caught:
         load(words)

@@ -373,6 +373,7 @@ def train_steps(task: ClassifyTask, steps: int = 2) -> torch.optim.Optimizer:
     ],
 )
 def test_frozen_part_is_bit_equal_after_training(config: FreezeConfig, free: tuple[str, ...]) -> None:
+    """P14."""
     rates = {"drop_path": 0.5, "projection_dropout": 0.5, "position_dropout": 0.5, "attention_dropout": 0.5}
     network = tiny(**rates, layer_scale=0.5)
     network.norm_pre = nn.BatchNorm1d(17)  # a running statistic in the frozen part: [B, 17 tokens, D]

@@ -87,6 +87,7 @@ def test_temperature__found_where_the_logits_were_scaled() -> None:
 
 
 def test_accuracy_is_hits_over_images__and_mean_class_ignores_absent_classes() -> None:
+    """P55."""
     logits = np.zeros((10, 3))
     logits[:, 0] = 1
     labels = np.array([0] * 9 + [1])
@@ -96,6 +97,7 @@ def test_accuracy_is_hits_over_images__and_mean_class_ignores_absent_classes() -
 
 
 def test_order_and_split_into_parts_change_nothing() -> None:
+    """P54."""
     logits, labels = sample(101, 9)
     order = np.random.default_rng(1).permutation(101)
     assert (

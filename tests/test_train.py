@@ -107,6 +107,7 @@ def test_recorded_scores_equal_a_plain_evaluation_of_the_export(finished: Path) 
 
 
 def test_the_checkpoint_opens_with_the_safe_loader(finished: Path) -> None:
+    """P39."""
     state = torch.load(finished / "checkpoints" / "last.ckpt", weights_only=True)
     assert state["progress"]["step"] == 9
     assert state["versions"]["timm"] == timm.__version__
@@ -226,6 +227,19 @@ def test_class_weights_and_logit_adjustment_reach_the_loss() -> None:
     torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits + (counts / 10).log(), labels))
     with pytest.raises(ValueError, match=r"classes \[2\] have no training image"):
         task.see_classes(torch.tensor([6, 3]))
+
+
+def test_a_batch_of_one_image_is_refused_where_a_norm_needs_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P75: before anything is written; a task without such a norm takes a single image."""
+    small = ["data.fraction=0.01", "train.epochs=2", "machine.images_per_device=1", "train.global_batch=2"]
+    small += ["optim.warmup_epochs=null"]
+    words = ["recipe=mae_digits", "machine=cpu", "machine.threads=1", *small, f"out={tmp_path / 'run'}"]
+    assert main(words) == 2
+    assert "machine.images_per_device=1: the BatchNorm of the task's probe needs 2 images" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(tiny(*small, "stop_after=1", f"out={tmp_path / 'run'}")) == 75
 
 
 def test_wandb_gets_the_same_records_offline_and_once(tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def test_timm_models_that_cannot_be_materialised_say_so_instead_of_training_on_g
 
 
 def test_dropout_and_drop_path_are_off_in_evaluation():
+    """P83."""
     rates = dict.fromkeys(("dropout", "position_dropout", "projection_dropout", "attention_dropout", "drop_path"), 0.5)
     model, plain = small(**rates).eval(), small().eval()
     plain.load_state_dict(model.state_dict())

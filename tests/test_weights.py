@@ -75,6 +75,7 @@ def wrapped(state: dict[str, Tensor], way: str) -> dict:
 
 @pytest.mark.parametrize("way", ["plain", "module", "compiled", "per block", "lightning", "ema"])
 def test_prefixes_and_entries(tmp_path, way):
+    """P05."""
     original = noisy(small())
     torch.save(wrapped(original.state_dict(), way), tmp_path / "file.pth")
     model = small()
@@ -202,6 +203,7 @@ def test_unreadable_places(tmp_path):
 
 
 def test_head_of_another_size_is_made_new_and_named(tmp_path):
+    """P45."""
     original = noisy(small(num_classes=100))
     torch.save(original.state_dict(), tmp_path / "file.pth")
     model = small(num_classes=10)
@@ -245,6 +247,7 @@ def test_another_width_is_refused(tmp_path):
 
 
 def test_positions_keep_rows_and_columns_apart():
+    """P37."""
     rows, columns = torch.meshgrid(torch.arange(14.0), torch.arange(14.0), indexing="ij")
     table = torch.stack([rows, columns], -1).reshape(1, 196, 2)
     cls = torch.full((1, 1, 2), 7.0)

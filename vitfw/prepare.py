@@ -18,6 +18,7 @@ from vitfw.launch import Launch, broadcast, split_batch
 from vitfw.models.load_report import LoadReport
 from vitfw.models.preprocess import Preprocessing
 from vitfw.models.preprocess import check as check_preprocessing
+from vitfw.models.probe_head import ProbeHead
 from vitfw.models.variants import ModelConfig, input_size
 from vitfw.optim import ResolvedRate, resolve_learning_rate
 from vitfw.schedules import Length, learning_rate, resolve_length
@@ -58,6 +59,11 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     seed = _seed(config, launch)
     seed_all(derive(seed, "init"))  # the same weights on every rank
     task = build_task(config.task, config.model, num_classes=train_set.num_classes)
+    if images_per_device < 2 and any(isinstance(module, ProbeHead) for module in task.modules()):
+        raise ValueError(
+            f"machine.images_per_device={images_per_device}: the BatchNorm of the task's probe needs 2 images or more in a "
+            "micro-batch; raise it, or train.global_batch"
+        )
     for split, samples in (("train", train_set), ("val", val_set)):
         if samples is not None:
             _check_labels(config, task, split, samples)
