@@ -82,7 +82,9 @@ def test_recipe_builds(name: str) -> None:
     """Task, groups, optimiser, schedule and both transforms, without data and without memory for the weights."""
     config, run = config_of(name), length_of(name)
     with torch.device("meta"):
-        task = build_task(config.task, config.model, num_classes=config.task.num_classes)  # type: ignore[attr-defined]
+        task = build_task(
+            config.task, config.model, num_classes=getattr(config.task, "num_classes", 0) or row(name)["classes"]
+        )
     layers = task.parameter_layers(config.optim.norm_layer)
     groups = parameter_groups(task.named_parameters(), layers, config.optim, run.global_batch)
     optimizer = build_optimizer(groups, config.optim)
