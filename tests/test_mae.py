@@ -8,8 +8,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitfw.config import find_file, load, names_of
+from vitfw.data.augment import AugmentConfig
+from vitfw.data.mix import BatchAugment
+from vitfw.ema import EmaConfig
 from vitfw.models.variants import ModelConfig
-from vitfw.optim import resolve_learning_rate
+from vitfw.module import Module
+from vitfw.optim import OptimConfig, resolve_learning_rate
 from vitfw.schedules import Length, learning_rate
 from vitfw.seeding import derive
 from vitfw.tasks import build_task
@@ -45,7 +49,7 @@ def score(task: MaeTask, *batches: dict) -> dict[str, float]:
 
 
 def test_exact_target_gives_loss_zero() -> None:
-    """With the target as prediction the loss is 0, and one value of one removed patch moves its image's loss."""
+    """P81: with the target as prediction the loss is 0, and one value of one removed patch moves its image's loss."""
     task, batch = small_task(), small_batch()
     numbers = torch.rand(8, 16)
     _, removed = task.masks(batch["image"], numbers)
@@ -65,7 +69,7 @@ def test_exact_target_gives_loss_zero() -> None:
 
 
 def test_visible_pixels_are_not_targets() -> None:
-    """Targets of removed patches do not depend on visible pixels, and the encoder not on removed ones."""
+    """P81: targets of removed patches do not depend on visible pixels, and the encoder not on removed ones."""
     task, batch = small_task(), small_batch()
     numbers = torch.rand(8, 16)
     visible, removed = task.masks(batch["image"], numbers)
@@ -79,6 +83,7 @@ def test_visible_pixels_are_not_targets() -> None:
 
 
 def test_masks_differ_between_images_and_follow_the_seed() -> None:
+    """P81."""
     task, image = small_task(), small_batch()["image"]
 
     def draw(seed: int) -> torch.Tensor:
@@ -88,6 +93,32 @@ def test_masks_differ_between_images_and_follow_the_seed() -> None:
     assert torch.equal(draw(1), draw(1))
     assert not torch.equal(draw(1), draw(2))
     assert len({tuple(sorted(row.tolist())) for row in draw(1)}) > 1
+
+
+def test_each_rank_draws_other_masks() -> None:
+    """P20: in the same step two ranks remove other patches, and each of them the same ones when it starts again."""
+    task, drawn = small_task(), []
+
+    def masks(rank: int) -> torch.Tensor:
+        module = Module(
+            task,
+            BatchAugment(AugmentConfig(mean=(0.5,), std=(0.5,))),
+            optim=OptimConfig(lr=1e-3),
+            length=Length(num_images=8, global_batch=8, steps_per_epoch=1, total_steps=1),
+            ema=EmaConfig(),
+            seed=0,
+            accumulation=1,
+            rank=rank,
+            world=2,
+        )
+        module.training_step({"image": torch.zeros(4, 3, 16, 16, dtype=torch.uint8)}, 0)
+        return drawn[-1]
+
+    original = task.masks
+    task.masks = lambda images, numbers: drawn.append(original(images, numbers)[1]) or original(images, numbers)
+    first, second = masks(0), masks(1)
+    assert not torch.equal(first, second)
+    assert torch.equal(masks(0), first)
 
 
 def test_training_draws_from_the_global_generator_alone() -> None:
@@ -115,6 +146,7 @@ def test_evaluation_is_the_same_for_any_split_and_order(mask: str) -> None:
 
 
 def test_evaluation_is_deterministic_with_all_rates_on() -> None:
+    """P83: encoder and decoder, and the probe's and the neighbours' features."""
     rates = {f"{key}_dropout": 0.5 for key in ("position", "projection", "attention")}
     noisy = small_task(num_classes=3, model=small_model(drop_path=0.5, dropout=0.5, **rates))
     plain = small_task(num_classes=3)
@@ -124,6 +156,7 @@ def test_evaluation_is_deterministic_with_all_rates_on() -> None:
 
 
 def test_fused_and_explicit_attention_agree() -> None:
+    """P83."""
     fused = small_task(model=small_model(attention="fused"))
     explicit = small_task(model=small_model(attention="explicit"))
     explicit.load_state_dict(fused.state_dict())
@@ -161,7 +194,7 @@ def test_step_costs_what_is_counted() -> None:
 
 
 def test_labels_never_reach_the_encoder() -> None:
-    """The gradients and the reported loss are those of a task without a probe, bit for bit."""
+    """P25: the gradients and the reported loss are those of a task without a probe, bit for bit."""
     with_probe, without = small_task(num_classes=3), small_task(num_classes=3, probe=False, neighbours=0)
     without.load_state_dict({k: v for k, v in with_probe.state_dict().items() if not k.startswith("probe.")})
     batch, losses = small_batch(), []
@@ -249,7 +282,7 @@ def test_learning_on_one_batch() -> None:
 
 @pytest.mark.parametrize("mask", ["random", "block", "grid"])
 def test_one_graph_under_compile(mask: str) -> None:
-    """The whole step is one graph, and a second batch of the same shape compiles nothing."""
+    """P82: the whole step is one graph, and a second batch of the same shape compiles nothing."""
     task = small_task(num_classes=3, mask=mask)
     eager = copy.deepcopy(task)
     compiled = torch.compile(task.losses, fullgraph=True, backend="eager")
@@ -263,6 +296,7 @@ def test_one_graph_under_compile(mask: str) -> None:
 
 
 def test_bf16_autocast_keeps_loss_and_target_in_fp32() -> None:
+    """P29."""
     task, batch = small_task(num_classes=3), small_batch()
     numbers = torch.rand(8, 16)
     exact, _ = task.reconstruct(batch["image"], numbers)
@@ -275,6 +309,7 @@ def test_bf16_autocast_keeps_loss_and_target_in_fp32() -> None:
 
 
 def test_images_of_one_colour_stay_finite() -> None:
+    """P29."""
     task = small_task()
     losses = task.losses({"image": torch.full((4, 3, 16, 16), 0.3)}, 0.0)
     losses["loss"].backward()

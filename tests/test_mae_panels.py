@@ -43,6 +43,7 @@ class ExactDecoder(nn.Module):
 
 @pytest.mark.parametrize("normalise", [True, False])
 def test_exact_prediction_gives_the_input_back(normalise: bool) -> None:
+    """P81: to one grey level, with the source of the statistics named."""
     task = small_task(normalise_target=normalise)
     pixels, images = pixels_and_images()
     task.decoder = ExactDecoder(images, normalise=normalise)  # type: ignore[assignment]
@@ -68,6 +69,22 @@ def test_masked_and_pasted_pictures() -> None:
     assert torch.equal(made.picture("pasted in")[hidden], made.picture("output")[hidden])
     loss, _ = task.reconstruct(images, numbers)
     torch.testing.assert_close(made.losses, loss)
+
+
+def test_predictions_of_visible_patches_do_not_count() -> None:
+    """P81: other values there leave the losses as they are; one other value on a removed patch moves its image's loss."""
+    task = small_task()
+    _, images = pixels_and_images()
+    task.decoder = ExactDecoder(images, normalise=True)  # type: ignore[assignment]
+    numbers = torch.rand(4, 16)
+    visible, removed = task.masks(images, numbers)
+    for image in range(4):
+        task.decoder.answer[image, visible[image]] += 3.0
+    assert reconstruct(task, images, numbers, mean=MEAN, std=STD).losses.max() < 1e-8
+    task.decoder.answer[0, removed[0, 0], 0] += 1.0
+    losses = reconstruct(task, images, numbers, mean=MEAN, std=STD).losses
+    assert losses[0].item() == pytest.approx(1 / (12 * 48), rel=1e-3)
+    assert losses[1:].max() < 1e-8
 
 
 @pytest.mark.parametrize("channels", [1, 3, 5])

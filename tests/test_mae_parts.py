@@ -123,6 +123,7 @@ def test_cut_patches_are_refused() -> None:
 
 
 def test_normalised_targets() -> None:
+    """P29: finite for patches of one colour; patches of one value, which have no variance, are refused."""
     patches = torch.rand(2, 5, 48) * 3
     target = normalise_patches(patches)
     assert target.mean(-1).abs().max() < 1e-6

@@ -44,6 +44,7 @@ def accuracy(task: MaeProbeTask, batch: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("pool", ["cls", "gap"])
 def test_separable_classes_are_learnt(pool: str) -> None:
+    """P25, P14: over 95 % on separable classes, without weight decay, and the encoder the same bit for bit."""
     task, batch = probe_task(pool=pool, final_norm="tokens", drop_path=0.5, projection_dropout=0.5), probe_batch()
     frozen = {name: value.clone() for name, value in task.net.state_dict().items() if not name.startswith("head.")}
     config = load(["recipe=mae_b_probe"]).optim
@@ -74,6 +75,7 @@ def test_the_network_is_the_probe_with_its_norm_folded_in() -> None:
 
 
 def test_the_head_is_the_published_one() -> None:
+    """P25."""
     task = probe_task()
     assert [type(module) for module in task.probe.children()] == [nn.BatchNorm1d, type(task.probe.head)]
     assert (task.probe.norm.affine, task.probe.norm.eps) == (False, 1e-6)
@@ -83,6 +85,7 @@ def test_the_head_is_the_published_one() -> None:
 
 
 def test_the_feature_is_the_class_token_of_the_whole_image_in_evaluation_mode() -> None:
+    """P25, P14: no masking, no drop-path, whatever mode the task is put in; the same features in each step."""
     task, batch = probe_task(drop_path=0.5), probe_batch(8)
     seen = []
     task.probe.norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
@@ -91,6 +94,9 @@ def test_the_feature_is_the_class_token_of_the_whole_image_in_evaluation_mode() 
     task.net.eval()
     assert task.probe.training
     assert torch.equal(seen[0], task.net(batch["image"], output="tokens")[:, 0])
+    task.train()
+    task.losses(batch, 0.0)
+    assert torch.equal(seen[1], seen[0])
 
 
 def test_unlabelled_images_do_not_count() -> None:
@@ -117,6 +123,7 @@ def test_wrong_options_are_refused() -> None:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "digits" not in name])
 def test_recipes_pin_the_published_protocol(name: str) -> None:
+    """P25."""
     config = load([f"recipe={name}"])
     assert (config.optim.name, config.optim.weight_decay, config.optim.momentum) == ("lars", 0.0, 0.9)
     assert config.optim.base_lr is not None

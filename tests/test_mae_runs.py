@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from conftest import tiny, torchrun
+from make_shards import make_shards
+from torch import nn
 
 from vitfw import checkpoint
 from vitfw.report.recorder import read_metrics
@@ -94,6 +97,50 @@ def test_pretraining_goes_on_from_a_checkpoint(tmp_path: Path, capsys: pytest.Ca
     assert "task.decoder_width is 24 in the file and 48 here. Set task.decoder_width=24" in capsys.readouterr().err
     assert main(mae(*still, checkpoint_of_first, f"out={tmp_path}/fifth", "task.normalise_target=true")) == 2
     assert "task.normalise_target is False in the file and True here" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, while it traces
+def test_compiled_runs_have_the_same_losses_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P82: blocks without a graph break; compiled and not, the same losses and names, and one goes on where the other stopped."""
+    original = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: original(self, backend="eager", fullgraph=True))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+    assert main(mae(f"out={tmp_path}/plain")) == 0
+    assert main(mae(f"out={tmp_path}/compiled", "machine.compile=true")) == 0
+    assert main(mae(f"out={tmp_path}/mixed", "machine.compile=true", "stop_after=4")) == 75
+    assert main(mae(f"out={tmp_path}/mixed")) == 0
+    expected, names = losses(tmp_path / "plain"), state(tmp_path / "plain").keys()
+    for run in ("compiled", "mixed"):
+        assert losses(tmp_path / run) == pytest.approx(expected, rel=1e-5)
+        assert state(tmp_path / run).keys() == names
+
+
+def test_nine_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """P75: batches of four, one and two processes, five images on two ranks: the runs end and count nine; the saved network
+    answers for a single image. P25: a probe on an encoder without weights is remarked on."""
+    data = f"data.train={make_shards(tmp_path, [9])} data.val={make_shards(tmp_path, [9])}".split()
+    small = [
+        *data,
+        "data.fraction=1",
+        "train.global_batch=4",
+        "train.epochs=2",
+        "optim.warmup_epochs=0",
+        "machine.workers=0",
+    ]
+    small += ["model.in_channels=3", "machine.images_per_device=2", "log.every=1"]
+    probe = [word for word in mae(*small) if not word.startswith(("recipe=", "task.decoder", "data.trace"))]
+    probe += "recipe=mae_b_probe model.variant=mae_ti2 model.image_size=8 task.num_classes=3 augment.policy=mae_probe".split()
+    for name, words in {"pretrain": mae(*small), "probe": probe}.items():
+        assert main([*words, f"out={tmp_path}/{name}"]) == 0
+        assert read_metrics(tmp_path / name, "val")[-1]["samples"] == 9
+        shown = capsys.readouterr().out
+        assert "1 left out of each epoch" in shown
+        assert ("without weights=: the frozen part is random" in shown) == (name == "probe")
+    two = torchrun(2, [*probe, f"out={tmp_path}/two"])
+    assert two.returncode == 0, two.stderr
+    assert read_metrics(tmp_path / "two", "val")[-1]["samples"] == 9
+    network = timm.create_model(f"local-dir:{tmp_path}/two/export", pretrained=True).eval()
+    assert network(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
 
 
 def test_from_pretraining_to_probe_and_fine_tuning(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def golden_loss(task: MaeTask) -> Tensor:
 
 @pytest.mark.parametrize("way", ["plain", "entry", "module", "own names", "transformers"])
 def test_encoder_and_decoder_from_one_file(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The published loss comes out, and the report tells of both parts and of what the file leaves open."""
+    """P05: the published loss comes out, and the report tells of both parts and of what the file leaves open."""
     monkeypatch.chdir(tmp_path)
     task = golden_task()
     report = task.load_weights(_save(wrapped(published(), way), tmp_path / "file.pth"), LoadConfig())
@@ -213,6 +213,7 @@ def test_show_knows_the_published_sizes(tmp_path: Path) -> None:
 
 
 def test_show_refuses_what_cannot_reconstruct(tmp_path: Path) -> None:
+    """P81."""
     encoder = {name: value for name, value in published().items() if not name.startswith(("decoder_", "mask"))}
     with pytest.raises(ValueError, match=r"encoder.pth: holds no decoder weights .* cannot reconstruct images"):
         show.open_mae(_save(encoder, tmp_path / "encoder.pth"))

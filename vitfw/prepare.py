@@ -157,8 +157,12 @@ def evaluation_preprocessing(
 def _load_weights(config: Config, launch: Launch, task: Task, preprocessing: Preprocessing) -> LoadReport | None:
     """Starts the task's network from `weights=`, and checks that images are prepared alike."""
     if config.weights is None:
-        if config.freeze.rung != "full" and launch.is_main:
-            print(f"note: freeze.rung={config.freeze.rung} without weights=: the frozen part is random")
+        frozen = config.freeze.rung != "full" or any(not p.requires_grad for p in task.network.parameters())
+        if frozen and launch.is_main:
+            print(
+                f"note: task.name={config.task.name}, freeze.rung={config.freeze.rung} without weights=: the frozen part "
+                "is random"
+            )
         return None
     report = task.load_weights(config.weights, config.load)
     if report.preprocessing is not None:
