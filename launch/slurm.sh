@@ -21,10 +21,17 @@ check_words() {
     [ -n "$OUT" ] || { echo "out=FOLDER is missing: a run that is requeued must find its folder again" >&2; exit 2; }
 }
 
-# Starts the run. Where it stopped on request it left a marker in its folder, and the job goes back into the queue. Unless
-# SLURM has decided by then what becomes of the job: one that is being requeued returns by itself, a cancelled one does not.
+# Which runs stand stopped on request: in the folder itself, or in those of a ladder's rungs. Inodes tell old marks from new.
+marks() {
+    stat --format '%n %i' "$OUT"/stopped "$OUT"/*/stopped 2>/dev/null || true
+}
+
+# Starts the run. Where it stopped on request it says so by its status, or by a mark in its folder where torchrun stands
+# between, and the job goes back into the queue. Unless SLURM has decided by then what becomes of the job: one that is being
+# requeued returns by itself, a cancelled one does not.
 run() {
-    local status=0
+    local status=0 before fresh
+    before=$(marks)
     trap 'true' USR1 TERM  # the run gets them as well; the shell must live until it has saved
     "$@" &
     local job=$!
@@ -34,10 +41,13 @@ run() {
         kill -0 "$job" 2>/dev/null || break
     done
     trap - USR1 TERM
-    if [ -e "$OUT/stopped" ] && scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING '; then
-        echo "stopped at step $(cat "$OUT/stopped"): back into the queue"
-        scontrol requeue "$SLURM_JOB_ID"
-        sleep 60  # SLURM ends this attempt
+    fresh=$(marks | grep --invert-match --line-regexp --fixed-strings --file <(echo "$before") || true)
+    if [ "$status" = 75 ] || [ -n "$fresh" ]; then
+        if scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING '; then
+            echo "stopped on request: back into the queue"
+            scontrol requeue "$SLURM_JOB_ID"
+            sleep 60  # SLURM ends this attempt
+        fi
     fi
     exit "$status"
 }

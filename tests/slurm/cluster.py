@@ -69,6 +69,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=15
+OverTimeLimit=0
 MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

@@ -1,5 +1,6 @@
 """The job files in launch/ on a real SLURM of two nodes: whatever interrupts a job, it comes back and ends as the uncut run."""
 
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,18 @@ class Slurm:
         fields = self.run("scontrol", "-o", "show", "job", job)
         return fields.split("JobState=")[1].split()[0]
 
+    def maps_of(self, script: str) -> str:
+        """What the processes of a script of this job's cluster have mapped, from the youngest on."""
+        found = ""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_text().split("\0")
+                if any(word.endswith(script) for word in words) and self.environment["SLURM_CONF"] in (
+                    process / "environ"
+                ).read_text(errors="replace"):
+                    found += (process / "maps").read_text()
+        return found
+
     def resume(self, node: str) -> None:
         """Brings a node back; it may come back by itself at any moment, and then takes no such command."""
         end = time.monotonic() + 60
@@ -95,7 +108,17 @@ def wait_for_step(folder: Path, step: int, seconds: float = 240) -> None:
         time.sleep(0.1)
 
 
-CASES = [("srun", "signal"), ("torchrun", "signal"), ("srun", "preemption"), ("srun", "requeue"), ("srun", "node down")]
+CASES = [
+    ("srun", "signal"),
+    ("torchrun", "signal"),
+    ("srun", "preemption"),
+    ("torchrun", "preemption"),
+    ("srun", "requeue"),
+    ("srun", "node down"),
+    ("srun", "time limit"),
+]
+# SLURM looks at its clock every 30 s, so that this signal comes 25 to 55 s after the start of a job of a minute
+SHORT = ["--time=1", "--signal=USR1@5", "--export=ALL,FIRST_ATTEMPT=6"]
 
 
 @pytest.mark.parametrize(("launcher", "cause"), CASES)
@@ -104,9 +127,12 @@ def test_an_interrupted_job_returns_and_ends_as_the_uncut_run(
 ) -> None:
     """P57, and Lightning's own requeue, which waits for ever here: rank 1 is slow, so no two ranks are at the same place."""
     folder, log = tmp_path / "run", tmp_path / "log.txt"
-    job = slurm.submit("--nodes=2", f"--output={log}", *JOBS[launcher], *WORDS, f"out={folder}")
+    options = ["--nodes=2", f"--output={log}", *(SHORT if cause == "time limit" else [])]
+    job = slurm.submit(*options, *JOBS[launcher], *WORDS, f"out={folder}")
     wait_for_step(folder, 2)
-    if cause == "signal":
+    if cause == "time limit":
+        slurm.wait(job, "PENDING", "REQUEUED", "COMPLETING", seconds=120)
+    elif cause == "signal":
         slurm.run("scancel", "--signal=USR1", job)
     elif cause == "requeue":
         slurm.run("scontrol", "requeue", job)
@@ -125,10 +151,29 @@ def test_an_interrupted_job_returns_and_ends_as_the_uncut_run(
     assert slurm.state(job) == "COMPLETED", text[-4000:]
     assert values(folder, "train", "loss") == pytest.approx(values(uncut, "train", "loss"), rel=1e-5), text[-4000:]
     assert values(folder, "val", "loss") == pytest.approx(values(uncut, "val", "loss"), rel=1e-5)
-    if cause in ("signal", "preemption"):  # these leave time to save: nothing is done twice
+    if cause in ("signal", "preemption", "time limit"):  # these leave time to save: nothing is done twice
         assert trace(folder) == trace(uncut)
         assert [record["step"] for record in read_metrics(folder, "train")] == list(range(1, 10))
     assert {record["attempt"] for record in read_metrics(folder, "train")} == {0, 1}
+
+
+def test_a_signal_before_there_is_a_run_folder_brings_the_job_back(slurm: Slurm, uncut: Path, tmp_path: Path) -> None:
+    """Nothing is there to leave a mark in: the status says it."""
+    folder, log = tmp_path / "run", tmp_path / "log.txt"
+    job = slurm.submit("--nodes=2", f"--output={log}", *JOBS["srun"], *WORDS, f"out={folder}")
+    slurm.wait(job, "RUNNING")
+    end = time.monotonic() + 60
+    while "libtorch" not in slurm.maps_of("slow_train.py"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    slurm.run("scancel", "--signal=USR1", job)
+    time.sleep(1)
+    slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")
+    text = log.read_text()
+    assert slurm.state(job) == "COMPLETED", text[-4000:]
+    assert text.count("stopped by SIGUSR1 with nothing to save") == 1
+    assert "Traceback" not in text
+    assert values(folder, "train", "loss") == pytest.approx(values(uncut, "train", "loss"), rel=1e-5)
 
 
 def test_an_array_is_one_run_a_line(slurm: Slurm, tmp_path: Path) -> None:
