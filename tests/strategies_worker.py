@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N tests/strategies_worker.py CELLS.json
 
 A cell is {"name", "words", "status": expected, "freeze": prefixes of parameters that are not trained, "inject": faults}; a
-fault is {"rank", "where": a key of PLACES, "call": number from 1, "do": a signal's name, "nan", "raise", or seconds}.
+fault is {"rank", "where": a key of PLACES, "call": number from 1, "do": a signal's name, "nan", "spike", "raise", or seconds}.
 Each runs as `train.py` would run it.
 """
 
@@ -96,9 +96,11 @@ def with_faults(original: Callable[..., Any], faults: list[dict[str, Any]]) -> C
                 raise RuntimeError(f"a fault of rank {os.environ['RANK']}")
             elif what == "full":
                 raise OSError("no space left on device")
-            elif what != "nan":
+            elif what not in ("nan", "spike"):
                 os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
         result = original(*args, **kwargs)
+        if "spike" in due:
+            result = result | {"loss": result["loss"] * 1e4}
         return result | {"loss": result["loss"] + math.nan} if "nan" in due else result
 
     return faulty

@@ -1,16 +1,23 @@
 """What happens when something happens to one of two processes: signals, bad numbers, a full disk, an exception."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
-from test_distributed import run_cells
+import torch
+from conftest import tiny
+from test_distributed import run_cells, trace, values
 
 from vitfw import checkpoint
 from vitfw.report.recorder import read_metrics
+from vitfw.tasks.classify import ClassifyTask
+from vitfw.train import main
 
+# three bad steps of rank 1 in a row, read by the host two steps later: step 8 ends with the weights saved after step 6
+BACK = ["guard.patience=3", "machine.images_per_device=16"]
+NANS = [{"rank": 1, "where": "losses", "call": call, "do": "nan"} for call in (4, 5, 6)]
 CELLS: dict[str, dict[str, Any]] = {
     "term": {"status": 75, "inject": [{"rank": 1, "where": "losses", "call": 4, "do": "TERM"}]},
     "evaluation": {
@@ -44,6 +51,16 @@ CELLS: dict[str, dict[str, Any]] = {
         "words": ["machine.strategy=fsdp2"],
         "inject": [{"rank": 1, "where": "losses", "call": 5, "do": "nan"}],
     },
+    "back ddp": {"words": BACK, "inject": NANS},
+    "back fsdp2": {"words": [*BACK, "machine.strategy=fsdp2"], "inject": NANS},
+    "back bf16": {
+        "words": [*BACK, "machine.strategy=fsdp2", "machine.precision=bf16", "guard.raise_precision=attention"],
+        "inject": NANS,
+    },
+    "spike": {
+        "words": ["train.epochs=10", "eval.every_epochs=0", "guard.spike=10", "guard.window=20"],
+        "inject": [{"rank": 1, "where": "losses", "call": 25, "do": "spike"}],
+    },
     "full": {"status": 1, "inject": [{"rank": 0, "where": "save", "call": 2, "do": "full"}]},
     "raise": {"status": 1, "inject": [{"rank": 1, "where": "losses", "call": 3, "do": "raise"}]},
 }
@@ -55,7 +72,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     cells = []
     for name, cell in CELLS.items():
         out = folder / cell.get("folder", name)
-        cells.append({"name": name, **cell, "words": [*TINY, f"out={out}", *cell.get("words", [])]})
+        cells.append({"name": name, **cell, "words": [*tiny(*cell.get("words", [])), f"out={out}"]})
     out, err = run_cells(2, cells, folder)
     return folder, out + err
 
@@ -118,6 +135,70 @@ def test_a_bad_loss_on_one_rank_skips_the_step_on_both(faults: tuple[Path, str],
         lines = (folder / name / f"skipped-rank{rank}.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [5]
         assert len(json.loads(lines[0])["keys"]) == 16
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process that sums two micro-batches a step, the second of them bad in steps 4, 5 and 6."""
+    folder, calls = tmp_path_factory.mktemp("alone") / "run", 0
+    losses = ClassifyTask.losses
+
+    def faulty(self: ClassifyTask, batch: Any, progress: float) -> Any:
+        nonlocal calls
+        calls += 1
+        result = losses(self, batch, progress)
+        return result | {"loss": result["loss"] + math.nan} if calls in (8, 10, 12) else result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ClassifyTask, "losses", faulty)
+        assert main([*tiny(*BACK), f"out={folder}"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("name", ["back ddp", "back fsdp2", "back bf16"])
+def test_bad_steps_of_one_rank_bring_back_the_last_checkpoint_on_both(
+    faults: tuple[Path, str], alone: Path, name: str
+) -> None:
+    """P29: the samples are named, their steps are not shown again, the run goes on with what follows; as in one process."""
+    folder, out = faults
+    state, expected = last(folder, name), last(alone.parent, "run")
+    assert (
+        "3 steps in a row had a loss or gradient that is not finite, or a spike: back to the weights of step 6" in out
+    )
+    assert trace(folder / name) == trace(alone)  # every window of data once, the bad one included
+    assert len(trace(alone)) == 9
+    assert (state["guard"]["skipped"], state["guard"]["rollbacks"]) == (3, 1)
+    counts = {entry["step"].item() for entry in state["optimizer"].values()}
+    assert counts == {4.0}  # steps 1 to 3 and 9: what 7 and 8 did to weights and moments is gone
+    assert all(value.isfinite().all() for part in ("model", "ema") for value in state[part].values())
+    for rank in (0, 1):
+        lines = [json.loads(line) for line in (folder / name / f"skipped-rank{rank}.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [4, 5, 6]
+        shown = (folder / name / f"trace-train-rank{rank}.jsonl").read_text().splitlines()
+        assert [line["keys"] for line in lines] == [json.loads(shown[step])["keys"] for step in (3, 4, 5)]
+    losses, reference = values(folder / name, "train", "loss"), values(alone, "train", "loss")
+    assert [str(loss) for loss in losses[3:6]] == [str(loss) for loss in reference[3:6]] == ["nan"] * 3
+    rtol = 2e-3 if name == "back bf16" else 1e-5
+    good = [0, 1, 2, 6, 7, 8]
+    assert [losses[step] for step in good] == pytest.approx([reference[step] for step in good], rel=rtol)
+    assert state["guard"]["raised"] == (name == "back bf16")
+    if name == "back bf16":
+        assert "on with new data; from here on attention in float32" in out
+    for key, value in expected["model"].items() if name != "back bf16" else ():
+        torch.testing.assert_close(
+            state["model"][key], value, rtol=1e-2, atol=5e-4, msg=lambda text, n=key: f"{n}: {text}"
+        )
+
+
+def test_a_spike_of_one_rank_is_skipped_on_both(faults: tuple[Path, str]) -> None:
+    folder, _ = faults
+    state = last(folder, "spike")
+    assert (state["guard"]["skipped"], state["guard"]["rollbacks"]) == (1, 0)
+    assert {entry["step"].item() for entry in state["optimizer"].values()} == {29.0}
+    for rank in (0, 1):
+        lines = [json.loads(line) for line in (folder / "spike" / f"skipped-rank{rank}.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [25]
+        assert float(lines[0]["gradient_norm"]) > 100  # finite: the rank itself saw nothing wrong
 
 
 def test_a_full_disk_ends_the_run_on_all_ranks_with_the_older_checkpoint(faults: tuple[Path, str]) -> None:

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, tiny
 from torch import nn
 
 from vitfw import checkpoint
-from vitfw.guard import FEWEST, LAG, Guard, GuardConfig, poison, skip_step
+from vitfw.guard import FEWEST, LAG, Guard, GuardConfig, check_precision, poison, raise_precision, skip_step
+from vitfw.machine import MachineConfig
+from vitfw.models.attention import attend
+from vitfw.models.build import build_model
+from vitfw.models.variants import ModelConfig
 from vitfw.report.recorder import read_metrics
 from vitfw.tasks.classify import ClassifyTask
+from vitfw.tasks.mae import MaeTask
 from vitfw.train import main
 
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -124,17 +129,19 @@ def test_the_section_names_the_key_and_the_value(key: str, value: float) -> None
         GuardConfig(**{key: value})  # type: ignore[arg-type]
 
 
-def with_faults(monkeypatch: pytest.MonkeyPatch, value: float, calls: range | set[int]) -> None:
-    real = ClassifyTask.losses
+def with_faults(
+    monkeypatch: pytest.MonkeyPatch, value: float, calls: range | set[int], kind: Any = ClassifyTask
+) -> None:
+    real = kind.losses
     count = 0
 
-    def faulty(self: ClassifyTask, batch: Any, progress: float) -> Any:
+    def faulty(self: Any, batch: Any, progress: float) -> Any:
         nonlocal count
         count += 1
         losses = real(self, batch, progress)
         return losses | {"loss": losses["loss"] + value} if count in calls else losses
 
-    monkeypatch.setattr(ClassifyTask, "losses", faulty)
+    monkeypatch.setattr(kind, "losses", faulty)
 
 
 @pytest.mark.parametrize("value", BAD)
@@ -173,3 +180,90 @@ def test_a_run_that_stays_bad_fails_and_leaves_the_good_checkpoint(
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.ckpt")
     for part in ("model", "ema"):
         assert all(value.isfinite().all() for value in state[part].values())
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_precise_attention_is_float32_under_autocast(kind: Any) -> None:
+    torch.manual_seed(0)
+    query, key, value = (4 * torch.randn(2, 3, 17, 8).bfloat16() for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain, _ = attend(query, key, value, kind=kind)
+        precise, weights = attend(query, key, value, kind=kind, precise=True, weights=True)
+    scores = (query.double() @ key.double().transpose(-2, -1)) * 8**-0.5
+    expected = scores.softmax(-1) @ value.double()
+    assert precise.dtype is torch.bfloat16
+    assert weights is not None and weights.dtype is torch.float32
+    torch.testing.assert_close(weights.double(), scores.softmax(-1), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(precise.double(), expected, rtol=2**-8, atol=1e-6)  # but for the last rounding
+    assert (plain.double() - expected).abs().mean() > 1.5 * (precise.double() - expected).abs().mean()
+
+
+class Wrapped(nn.Module):
+    """A task's bare bones: one network whose attention can be raised, and a decoder."""
+
+    def __init__(self, network: nn.Module, decoder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = network
+        if decoder is not None:
+            self.decoder = decoder
+
+
+@pytest.mark.parametrize("words", [{}, {"variant": "vit_ti4", "pool": "map"}, {"parallel": True, "qk_norm": True}])
+def test_all_attention_of_a_network_is_raised_by_name_and_only_then(words: dict[str, Any]) -> None:
+    shape = {"width": 24, "depth": 2, "heads": 2, "image_size": 16, "patch_size": 4} | words
+    network = build_model(ModelConfig(**shape), num_classes=3).eval()
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        before = network(images)
+        raise_precision(Wrapped(network), "none")
+        assert torch.equal(network(images), before)
+        raise_precision(Wrapped(network), "attention")
+        after = network(images)
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, before, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("which", "machine", "words"),
+    [
+        ("attention", {}, "no attention of ours"),
+        ("decoder", {}, "no decoder"),
+        ("decoder", {"precision": "bf16", "strategy": "fsdp2"}, "gathered in bfloat16"),
+    ],
+)
+def test_parts_that_are_not_there_are_refused(which: Any, machine: dict[str, Any], words: str) -> None:
+    decoder = nn.Linear(2, 2) if machine else None
+    with pytest.raises(ValueError, match=f"guard.raise_precision={which}.*{words}"):
+        check_precision(Wrapped(nn.Linear(2, 2), decoder), which, MachineConfig(**machine))
+
+
+MAE = ["recipe=mae_digits", "task.probe=false", "task.neighbours=0", "task.decoder_width=24", "augment.mixup=0"]
+
+
+@pytest.mark.parametrize(("task", "which"), [("classify", "attention"), ("mae", "decoder"), ("mae", "all")])
+def test_precision_is_raised_by_a_return_and_stays_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, which: str
+) -> None:
+    """Two bad steps (4, 5) bring back step 6 after step 7; the uncut run, the one cut after that, and one without the key."""
+    kind = {"classify": ClassifyTask, "mae": MaeTask}[task]
+    words = ["machine.precision=bf16", "guard.patience=2", "eval.every_epochs=0"]
+    words += [*MAE, "augment.cutmix=0"] if task == "mae" else []
+
+    def run(name: str, *more: str, calls: set[int], status: int = 0) -> list[float]:
+        parts = "none" if name == "off" else which
+        with monkeypatch.context() as patch:
+            with_faults(patch, math.nan, calls, kind)
+            assert main([*tiny(*words, *more, f"guard.raise_precision={parts}"), f"out={tmp_path / name}"]) == status
+        return [record["loss"] for record in read_metrics(tmp_path / name, "train")]
+
+    uncut = run("uncut", calls={4, 5})
+    text = "attention and decoder" if which == "all" else which
+    assert f"back to the weights of step 6, on with new data; from here on {text} in float32" in capsys.readouterr().out
+    run("cut", "stop_after=7", calls={4, 5}, status=75)
+    assert checkpoint.load(tmp_path / "cut" / "checkpoints" / "last.ckpt")["guard"]["raised"] is True
+    assert str(run("cut", calls=set())) == str(uncut)
+    off = run("off", calls={4, 5})
+    assert str(off[:7]) == str(uncut[:7])
+    assert off[7] != uncut[7]
+    assert off[7] == pytest.approx(uncut[7], rel=2e-2)
+    assert checkpoint.load(tmp_path / "off" / "checkpoints" / "last.ckpt")["guard"]["raised"] is False

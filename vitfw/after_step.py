@@ -15,7 +15,7 @@ import torch
 
 from vitfw import checkpoint
 from vitfw.evaluate.metrics import EvalConfig, evaluate
-from vitfw.guard import DivergedError
+from vitfw.guard import DivergedError, raise_precision
 from vitfw.launch import MachineConfig, broadcast
 from vitfw.module import Module
 from vitfw.optim import current_learning_rate
@@ -95,6 +95,8 @@ class AfterStep(pl.Callback):
             checkpoint.restore(self.resume_from, module.task, _optimizer(trainer), module.ema)
             if self.resume_from.get("guard") is not None:
                 module.guard.load_state_dict(self.resume_from["guard"])
+            if module.guard.raised:
+                raise_precision(module.task, module.guard.config.raise_precision)
             self.resume_from = None
         module.step = self.progress.step
         if self.evaluation_pending:
@@ -152,14 +154,23 @@ class AfterStep(pl.Callback):
             return
         what = f"{module.guard.config.patience} steps in a row had a loss or gradient that is not finite, or a spike"
         self._finish_writing()
-        found = newest_checkpoint(self.run.checkpoints, is_main=trainer.is_global_zero)
+        try:
+            found = newest_checkpoint(self.run.checkpoints, is_main=trainer.is_global_zero)
+        except checkpoint.CheckpointError as error:
+            raise DivergedError(f"{what}, at step {module.step:,}, and {error}") from error
         if verdict == "give up" or found is None:
             raise DivergedError(
                 f"{what}, at step {module.step:,}, after {module.guard.rollbacks - 1} returns to a checkpoint; the last "
                 "checkpoint is untouched. Lower optim.lr, set optim.clip_norm, or look at the samples in skipped-rank*.jsonl"
             )
         checkpoint.restore(checkpoint.load(found[0]), module.task, _optimizer(trainer), module.ema)
-        self.display.line(module.step, f"{what}: back to the weights of step {found[1].step:,}, on with new data")
+        text = f"{what}: back to the weights of step {found[1].step:,}, on with new data"
+        parts = module.guard.config.raise_precision
+        if parts != "none" and self.machine.precision != "fp32" and not module.guard.raised:
+            module.guard.raised = True
+            raise_precision(module.task, parts)
+            text += f"; from here on {'attention and decoder' if parts == 'all' else parts} in float32"
+        self.display.line(module.step, text)
 
     def _evaluation_due(self, step: int) -> bool:
         return self.eval_loader is not None and (

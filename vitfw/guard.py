@@ -10,15 +10,19 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from vitfw.machine import MachineConfig
 
 LAG = 2  # steps after which the host reads a norm
 FEWEST = 20  # accepted steps before a spike can be told from an ordinary norm
 
 Verdict = Literal["go on", "roll back", "give up"]
+Precise = Literal["none", "attention", "decoder", "all"]
 
 
 class DivergedError(RuntimeError):
@@ -38,6 +42,10 @@ class GuardConfig:
         default=10, metadata={"help": "skipped steps in a row before the last checkpoint's weights return"}
     )
     rollbacks: int = field(default=2, metadata={"help": "such returns before the run ends as failed"})
+    raise_precision: Precise = field(
+        default="none",
+        metadata={"help": "what computes in float32 after the first return, under machine.precision=bf16 or fp16"},
+    )
 
     def __post_init__(self) -> None:
         if self.spike < 0 or not math.isfinite(self.spike):
@@ -59,6 +67,7 @@ class Guard:
         self.skipped = 0  # over all attempts
         self.streak = 0  # skipped steps in a row
         self.rollbacks = 0  # since the last full window of good steps
+        self.raised = False  # whether `raise_precision` is in force: once it is, it stays
         self.bad_steps: list[tuple[int, float]] = []  # (step, norm) read since they were last taken
         self._accepted: deque[float] = deque(maxlen=config.window)
         self._since_rollback = 0
@@ -108,6 +117,7 @@ class Guard:
             "streak": self.streak,
             "rollbacks": self.rollbacks,
             "since_rollback": self._since_rollback,
+            "raised": self.raised,
             "accepted": list(self._accepted),
             "unread": [[step, value] for step, value in self._unread],
         }
@@ -115,6 +125,7 @@ class Guard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.skipped, self.streak = state["skipped"], state["streak"]
         self.rollbacks, self._since_rollback = state["rollbacks"], state["since_rollback"]
+        self.raised = state.get("raised", False)
         self._accepted = deque(state["accepted"], maxlen=self.config.window)
         self._unread = deque((int(step), float(value)) for step, value in state["unread"])
 
@@ -135,6 +146,39 @@ class Guard:
         self._since_rollback += 1
         if self._since_rollback >= self.config.window:
             self.rollbacks = 0
+
+
+def check_precision(task: nn.Module, which: Precise, machine: MachineConfig) -> None:
+    """Refuses what `raise_precision` could not do on this task and machine. Raises ValueError."""
+    if which in ("attention", "all") and not _attentions(task):
+        raise ValueError(f"guard.raise_precision={which}: this network has no attention of ours to compute in float32")
+    if which in ("decoder", "all") and not isinstance(getattr(task, "decoder", None), nn.Module):
+        raise ValueError(f"guard.raise_precision={which}: this task has no decoder; use attention or none")
+    if which in ("decoder", "all") and machine.precision == "bf16" and machine.strategy in ("fsdp2", "hsdp"):
+        raise ValueError(
+            f"guard.raise_precision={which} with machine.strategy={machine.strategy} and machine.precision=bf16: the "
+            "decoder's weights are gathered in bfloat16 there; use attention, or machine.precision=fp32"
+        )
+
+
+def raise_precision(task: nn.Module, which: Precise) -> None:
+    """Lets the named parts of a task compute in float32 under autocast from here on: scores, softmax and weighted sums of
+    every attention; the whole decoder of a masked autoencoder. Entered by all ranks alike."""
+    if which in ("attention", "all"):
+        for attention in _attentions(task):
+            attention.precise = True
+    if which in ("decoder", "all"):
+        decoder: Any = task.get_submodule("decoder")
+        decoder.forward = partial(_without_autocast, decoder.forward)
+
+
+def _attentions(task: nn.Module) -> list[Any]:
+    return [module for module in task.modules() if hasattr(module, "precise")]
+
+
+def _without_autocast(forward: Any, tokens: Tensor, *args: Any, **options: Any) -> Tensor:
+    with torch.autocast(tokens.device.type, enabled=False):
+        return forward(tokens.float(), *args, **options)
 
 
 def poison(loss: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from vitfw.data.order import TrainOrder
 from vitfw.data.section import build_train_order, open_data
 from vitfw.evaluate.freezing import freeze
 from vitfw.evaluate.short_tune import ShortTune, plan_short_tune
+from vitfw.guard import check_precision
 from vitfw.launch import Launch, broadcast, split_batch
 from vitfw.models.load_report import LoadReport
 from vitfw.models.preprocess import Preprocessing
@@ -72,6 +73,7 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     preprocessing = evaluation_preprocessing(config.augment, config.model, train_set.classes)
     report = _load_weights(config, launch, task, preprocessing)
     freeze(task, config.freeze)
+    check_precision(task, config.guard.raise_precision, config.machine)
     augment = BatchAugment(
         config.augment, channels=config.model.in_channels, num_classes=task.num_classes, smoothing=task.smoothing
     )

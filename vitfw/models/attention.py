@@ -19,14 +19,23 @@ def attend(
     dropout: float = 0.0,
     segments: Segments | None = None,
     weights: bool = False,
+    precise: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Query, key, value [B, heads, T, head width] -> result of the same shape, and the weights [B, heads, T, T] if
-    asked.
+    asked. `precise`: scores, softmax and their product with the values in float32, whatever autocast says.
 
     Asking for the weights, kind "explicit", and kind "auto" under bfloat16 on a CPU (where the fused kernel is slow)
     write the softmax out; everything else takes torch's fused kernel. A packed sequence attends inside each image
     only: by the variable-length kernel on CUDA in half precision, by a block-diagonal mask elsewhere.
     """
+    if precise and value.dtype is not torch.float32:
+        with torch.autocast(value.device.type, enabled=False):
+            query, key, wide = query.float(), key.float(), value.float()
+            masked = None if segments is None else segments.masked()
+            result, probabilities = attend(
+                query, key, wide, kind=kind, dropout=dropout, segments=masked, weights=weights
+            )
+        return result.to(value.dtype), probabilities
     slow_fused = value.device.type == "cpu" and value.dtype is torch.bfloat16
     mask = None if segments is None else segments.mask
     if weights or kind == "explicit" or (kind == "auto" and slow_fused):
@@ -67,6 +76,7 @@ class Attention(nn.Module):
         self.heads, self.layout = arch.heads, arch.rope_layout
         self.kind: AttentionKind = arch.attention
         self.attention_dropout, self.projection_dropout = arch.attention_dropout, arch.projection_dropout
+        self.precise = False  # see `attend`; set while training when numbers go wrong (guard.raise_precision)
         head_width = arch.width // arch.heads
         self.qkv = Linear(arch.width, 3 * arch.width, arch.qkv_bias == "qkv", init=arch.init, role="qkv")
         self.q_bias = nn.Parameter(torch.empty(arch.width)) if arch.qkv_bias == "qv" else None
@@ -99,7 +109,14 @@ class Attention(nn.Module):
         query, key = query.to(value.dtype), key.to(value.dtype)  # norms and rotations promote under autocast
         dropout = self.attention_dropout if self.training else 0.0
         result, probabilities = attend(
-            query, key, value, kind=self.kind, dropout=dropout, segments=segments, weights=weights
+            query,
+            key,
+            value,
+            kind=self.kind,
+            dropout=dropout,
+            segments=segments,
+            weights=weights,
+            precise=self.precise,
         )
         x = self.proj(self.norm(result.transpose(1, 2).flatten(2)))
         return F.dropout(x, self.projection_dropout, self.training), probabilities

@@ -116,6 +116,7 @@ class ParallelBlock(nn.Module):
         self.arch = arch
         self.rate, self.skip = arch.path_rates()[index], arch.drop_path_skip
         self.act = ACTIVATIONS[arch.activation]
+        self.precise = False  # as in Attention
         head_width = arch.width // arch.heads
         biased = arch.qkv_bias == "qkv"
         self.in_norm = norm_layer(arch, arch.width)
@@ -156,6 +157,7 @@ class ParallelBlock(nn.Module):
             dropout=arch.attention_dropout if self.training else 0.0,
             segments=context.segments,
             weights=weights,
+            precise=self.precise,
         )
         seen.append(probabilities)
         hidden = self.act(hidden if self.mlp_bias is None else hidden + self.mlp_bias)

@@ -60,7 +60,7 @@ class DecoderBlock(nn.Module):
         both = F.linear(x, weight[width:], bias[width:])
         query = query.unflatten(2, (self.arch.heads, -1)).transpose(1, 2)
         key, value = both.unflatten(2, (2, self.arch.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        result, _ = attend(query, key, value, kind=self.arch.attention)
+        result, _ = attend(query, key, value, kind=self.arch.attention, precise=self.attn.precise)
         return self.attn.proj(result.transpose(1, 2).flatten(2))
 
 

@@ -2,6 +2,7 @@
 built
 on the meta device can be materialised in any order."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -160,6 +161,7 @@ class AttentionPool(nn.Module):
     def __init__(self, arch: Architecture):
         super().__init__()
         self.heads, self.init = arch.heads, arch.init
+        self.precise = False  # as in Attention
         self.latent = nn.Parameter(torch.empty(1, 1, arch.width))
         self.q = Linear(arch.width, arch.width, init=arch.init)
         self.kv = Linear(arch.width, 2 * arch.width, init=arch.init)
@@ -181,7 +183,10 @@ class AttentionPool(nn.Module):
         query = self.q(self.latent.expand(x.shape[0], -1, -1)).unflatten(2, (self.heads, -1)).transpose(1, 2)
         key, value = self.kv(x).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mask = None if valid is None else valid[:, None, None, :]
-        pooled = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        if self.precise:
+            query, key, value = query.float(), key.float(), value.float()
+        with torch.autocast(x.device.type, enabled=False) if self.precise else contextlib.nullcontext():
+            pooled = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         pooled = self.proj(pooled.transpose(1, 2).flatten(2))
         return (pooled + self.mlp(self.norm(pooled)))[:, 0]
 

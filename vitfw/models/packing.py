@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class Segments:
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+    def masked(self) -> "Segments":
+        """The same with its mask, which kernels for float32 need."""
+        return self if self.mask is not None else replace(self, mask=self.ids[:, None] == self.ids[None, :])
 
 
 def pack(images: Sequence[Tensor], patch: tuple[int, int]) -> Packed:
