@@ -210,7 +210,7 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("words", [{}, {"variant": "vit_ti4", "pool": "map"}, {"parallel": True, "qk_norm": True}])
 def test_all_attention_of_a_network_is_raised_by_name_and_only_then(words: dict[str, Any]) -> None:
-    shape = {"width": 24, "depth": 2, "heads": 2, "image_size": 16, "patch_size": 4} | words
+    shape: dict[str, Any] = {"width": 24, "depth": 2, "heads": 2, "image_size": 16, "patch_size": 4} | words
     network = build_model(ModelConfig(**shape), num_classes=3).eval()
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
