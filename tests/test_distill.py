@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import TINY, torchrun
+from conftest import ROOT, TINY, torchrun
 from efficientnet_lite0 import PHOTOGRAPHS, photograph, teacher_folder
 from make_shards import write_tar
 from PIL import Image
@@ -338,6 +338,23 @@ def test_a_missing_teacher_leaves_no_folder(tmp_path: Path, capsys: pytest.Captu
         f"task.teacher={tmp_path / 'nowhere'}: weights={tmp_path / 'nowhere'}: no such file" in capsys.readouterr().err
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_classes_in_another_order_are_refused(
+    teacher_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten classes teach ten classes, but number 0 must be the same digit: nothing else would show that it is not."""
+    names = (ROOT / "data" / "digits" / "classes.txt").read_text().split()
+    other = tmp_path / "classes.txt"
+    other.write_text("\n".join([names[1], names[0], *names[2:]]))
+    words = [*WITH_TEACHER, f"out={tmp_path / 'run'}", f"data.classes={other}"]
+    for teacher in (teacher_run, teacher_run / "export", teacher_run / "checkpoints" / "last.ckpt"):
+        assert main([*words, f"task.teacher={teacher}"]) == 2
+        told = f"task.teacher={teacher}: class 0 is {names[0]!r} for the teacher and {names[1]!r} in data.train"
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    words = [word for word in words if not word.startswith("model.distillation_token")]
+    assert main([*words, f"task.teacher={teacher_run}", "task.form=feature", "stop_after=1"]) == 75
 
 
 # A real teacher on real photographs

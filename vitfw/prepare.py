@@ -69,7 +69,8 @@ def prepare(config: Config, launch: Launch) -> Prepared:
         if samples is not None:
             _check_labels(config, task, split, samples)
     if task.num_classes is not None and not task.multi_label:
-        task.see_classes(torch.from_numpy(np.bincount(train_set.labels[train_set.labels >= 0])))
+        counts = np.bincount(train_set.labels[train_set.labels >= 0])
+        task.see_classes(torch.from_numpy(counts), train_set.classes)
     preprocessing = evaluation_preprocessing(config.augment, config.model, train_set.classes)
     report = _load_weights(config, launch, task, preprocessing)
     freeze(task, config.freeze)

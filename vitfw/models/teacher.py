@@ -25,10 +25,19 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation o
 class Teacher:
     """Called with the student's images it answers in evaluation mode, without gradient, on the images' device."""
 
-    def __init__(self, net: nn.Module, place: str, statistics: Statistics, *, size: int | None = None) -> None:
-        """`net`: a ViT or a TimmModel. `size`: side in pixels that images are resized to; None: as they come."""
+    def __init__(
+        self,
+        net: nn.Module,
+        place: str,
+        statistics: Statistics,
+        *,
+        size: int | None = None,
+        class_names: tuple[str, ...] = (),
+    ) -> None:
+        """`net`: a ViT or a TimmModel. `size`: side in pixels that images are resized to; None: as they come.
+        `class_names`: of its logits, where its place names them."""
         self.net: Any = net.eval().requires_grad_(False)
-        self.place, self.size = place, size
+        self.place, self.size, self.class_names = place, size, class_names
         self.width, self.num_classes = int(self.net.embed_dim), int(self.net.num_classes)
         self.normalisation = torch.tensor(statistics)  # [2, C]: mean, deviation
         self.device = self.normalisation.device
@@ -75,7 +84,7 @@ def load_teacher(place: str, *, statistics: Statistics | None = None, size: int 
                 "task.teacher_std, one number a channel"
             )
         statistics = told.mean, told.std
-    return Teacher(net, place, statistics, size=size)
+    return Teacher(net, place, statistics, size=size, class_names=() if told is None else told.class_names)
 
 
 def check_teacher(teacher: Teacher, *, image: tuple[int, int, int], num_classes: int | None) -> None:
@@ -103,6 +112,19 @@ def check_teacher(teacher: Teacher, *, image: tuple[int, int, int], num_classes:
             f"task.teacher={teacher.place}: it cannot take images of {size} pixels ({first}); set task.teacher_size to "
             "the side that it was trained with"
         ) from error
+
+
+def check_class_names(teacher: Teacher, names: tuple[str, ...] | None) -> None:
+    """Raises ValueError where the teacher's classes and those of the data are named, and stand for different things."""
+    if not names or not teacher.class_names:
+        return
+    for place, (theirs, ours) in enumerate(zip(teacher.class_names, names, strict=False)):
+        if theirs != ours:
+            raise ValueError(
+                f"task.teacher={teacher.place}: class {place} is {theirs!r} for the teacher and {ours!r} in data.train; "
+                "give data.classes in the teacher's order (folders), pack the shards with --classes in that order, or "
+                "choose a teacher of these classes"
+            )
 
 
 def _on_meta() -> bool:

@@ -72,7 +72,7 @@ class ClassifyTask(Task):
         self.register_buffer("class_weights", None, persistent=False)
         self.register_buffer("logit_shift", None, persistent=False)
 
-    def see_classes(self, counts: Tensor) -> None:
+    def see_classes(self, counts: Tensor, names: tuple[str, ...] | None = None) -> None:
         counts = torch.nn.functional.pad(counts, (0, self.classes - len(counts)))
         power = {"none": 0.0, "sqrt": 0.5, "balanced": 1.0}[self.config.class_weights]
         if power:

@@ -22,7 +22,7 @@ from vitfw.models.losses import (
     feature_loss,
     mixed_accuracy,
 )
-from vitfw.models.teacher import Teacher, check_teacher, load_teacher
+from vitfw.models.teacher import Teacher, check_class_names, check_teacher, load_teacher
 from vitfw.models.variants import ModelConfig, input_size
 from vitfw.models.vit import ViT
 from vitfw.tasks.task import Batch, Monitor, Task, TaskConfig
@@ -105,6 +105,11 @@ class DistillTask(Task):
         self.projection = None
         if config.form == "feature":
             self.projection = Linear(width, teacher.width, init="timm")
+
+    def see_classes(self, counts: Tensor, names: tuple[str, ...] | None = None) -> None:
+        """Raises ValueError where the teacher's logits and the labels number the classes differently."""
+        if self.config.form != "feature":
+            check_class_names(self.teacher, names)
 
     def losses(self, batch: Batch, progress: float) -> dict[str, Tensor]:
         """Batch with `label` int64 [B] or soft [B, K] and `normalisation` [2, C] -> `loss` and its two parts, acc1 of

@@ -73,8 +73,8 @@ class Task(nn.Module, ABC):
         """Starts from the weights at `place` (the key `weights`): the network, and what else of the task they hold."""
         return load(self.network, place, config)
 
-    def see_classes(self, counts: Tensor) -> None:
-        """Told once, before training: int64 [K], the training images of each class."""
+    def see_classes(self, counts: Tensor, names: tuple[str, ...] | None = None) -> None:
+        """Told once, before training: int64 [K], the training images of each class, and the classes' names where known."""
 
     def after_step(self, progress: float) -> None:
         """Called once after each optimiser step, for teachers that follow and schedules of the task's own."""
