@@ -1,9 +1,10 @@
 """Time of one MAE training step beside the supervised step of the same encoder and beside a plain port of MAE.
 
-    python benchmarks/mae_step.py --sizes s16,b16 --batch 8 --rounds 5 [--device cuda] [--precision bf16]
+    python benchmarks/mae_step.py --write docs/results.md [--cases s16:192x4x6] [--batch 2] [--rounds 3] [--device cuda]
 
-Everything is timed in turns (one step of each, again and again), so that a busy machine hurts all alike; the median
-counts. Prints the ratios beside those counted in multiply-adds, and the shares of the step.
+Everything, in fp32 and under bfloat16 autocast, is timed in turns (one step of each, again and again), so that a busy machine
+hurts all alike; the median counts. Prints the ratios beside those counted in multiply-adds; with --write it replaces the section
+"Cost of an MAE step" of that file.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,12 @@ from vitfw.models.patches import normalise_patches, patchify
 from vitfw.models.vit import ViT
 from vitfw.tasks.mae import MaeConfig, MaeTask, build_mae
 
-SHAPES = {"ti16": (128, 2, 4), "s16": (512, 8, 16), "b16": (512, 8, 16), "l16": (512, 8, 16)}  # decoder of each encoder
+TITLE = "## Cost of an MAE step"
+CASES = (
+    "s16:512x8x16,s16:192x4x6,b16:512x8x16"  # encoder:decoder; the paper's decoder, that of recipe mae_s, the paper's
+)
+PRECISIONS = ("fp32", "bf16")
+STEPS = ("supervised", "mae", "mae with probe", "plain port")
 
 
 class PlainMae(nn.Module):
@@ -47,7 +54,7 @@ class PlainMae(nn.Module):
         kept = kept_patches(patches, 0.75)
         shuffle = noise.argsort(dim=1)
         restore = shuffle.argsort(dim=1)
-        tokens = self.parts.embed(self.encoder(images, keep=shuffle[:, :kept], output="tokens"))
+        tokens = self.parts.embed(self.encode(images, shuffle[:, :kept]))
         hidden = self.parts.mask_token.expand(len(tokens), patches - kept, -1)
         full = torch.cat([tokens[:, 1:], hidden], dim=1)
         full = full.gather(1, restore[:, :, None].expand(-1, -1, full.shape[2])) + self.parts.pos_embed
@@ -62,27 +69,36 @@ class PlainMae(nn.Module):
         error = (predicted.float() - target).square().mean(-1)
         return (error * mask).sum() / mask.sum()
 
+    def encode(self, images: Tensor, keep: Tensor) -> Tensor:
+        """All patches embedded, then the kept ones gathered."""
+        encoder = self.encoder
+        x = encoder.patch_embed(images) + encoder.pos_embed[:, 1:]
+        x = x.gather(1, keep[:, :, None].expand(-1, -1, x.shape[2]))
+        x = torch.cat([(encoder.cls_token + encoder.pos_embed[:, :1]).expand(len(x), -1, -1), x], dim=1)
+        for block in encoder.blocks:
+            x, _ = block(x, Context())
+        return encoder.norm(x)
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", default="s16")
-    parser.add_argument("--decoder", help="WIDTHxDEPTHxHEADS instead of the paper's, such as 192x4x6")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=CASES, help="ENCODER:WIDTHxDEPTHxHEADS of the decoder, with commas")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--write", type=Path, help="the file whose section is replaced")
     given = parser.parse_args()
-    print(
-        f"torch {torch.__version__}, {platform.machine()}, {torch.get_num_threads()} threads, {given.device}, {given.precision}"
-    )
-    for size in given.sizes.split(","):
-        compare(size, given)
+    rows = [compare(*case.split(":"), given) for case in given.cases.split(",")]
+    text = report(rows, given)
+    print(text)
+    if given.write is not None:
+        write_section(given.write, text)
 
 
-def compare(size: str, given: argparse.Namespace) -> None:
-    """Prints the ratios of one encoder."""
+def compare(size: str, decoder: str, given: argparse.Namespace) -> str:
+    """The row of one encoder and decoder."""
     torch.manual_seed(0)
-    width, depth, heads = map(int, given.decoder.split("x")) if given.decoder else SHAPES[size]
+    width, depth, heads = map(int, decoder.split("x"))
     config = MaeConfig(decoder_width=width, decoder_depth=depth, decoder_heads=heads, neighbours=0)
     model = ModelConfig(variant=f"mae_{size}")
     task = build_mae(config, model, num_classes=1000).to(given.device)
@@ -97,23 +113,54 @@ def compare(size: str, given: argparse.Namespace) -> None:
     def plain_loss() -> Tensor:
         return plain(images, torch.rand(given.batch, 196, device=given.device))
 
-    steps: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
+    losses: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
         "supervised": (supervised, lambda: F.cross_entropy(supervised(images).float(), batch["label"])),
         "mae": (alone, lambda: alone.losses(batch, 0.0)["loss"]),
         "mae with probe": (task, lambda: task.losses(batch, 0.0)["loss"]),
         "plain port": (plain, plain_loss),
     }
     check_equal(alone, plain, images)
-    times = measure(steps, given)
-    encoder, decoder = alone.macs()
-    full = supervised_macs(supervised)
-    base = times["supervised"]
-    print(f"{size}, batch {given.batch}, decoder {width} x {depth}: {alone.cost_text()}")
-    print(f"  counted  MAE : supervised = {(encoder + decoder) / full:.2f}")
-    for name, value in times.items():
-        print(
-            f"  {name:<16}{1e3 * value:9.1f} ms   {value / base:5.2f} x supervised   {value / times['mae']:5.2f} x MAE"
-        )
+    times = measure(losses, given)
+    counted = sum(alone.macs()) / supervised_macs(supervised)
+    ratios = [f"{times['mae', p] / times['supervised', p]:.2f}" for p in PRECISIONS]
+    beside = [f"{times[step, p] / times['mae', p]:.2f}" for step in STEPS[2:] for p in PRECISIONS]
+    seconds = [f"{times['mae', p]:.2f} s" for p in PRECISIONS]
+    cells = [f"{size[:-2].upper()}/{size[-2:]}, {width} x {depth}", f"{counted:.2f}", *ratios, *beside, *seconds]
+    print("| " + " | ".join(cells) + " |", flush=True)
+    return "| " + " | ".join(cells) + " |"
+
+
+def report(rows: list[str], given: argparse.Namespace) -> str:
+    """The section."""
+    clock = "CPU time of one thread" if given.device == "cpu" else "time"
+    heads = ["encoder, decoder", "counted MAE : supervised", "fp32", "bf16", "with probe / MAE, fp32", "bf16"]
+    heads += ["plain port / MAE, fp32", "bf16", "MAE step, fp32", "bf16"]
+    return "\n".join(
+        [
+            TITLE,
+            "",
+            f"`python benchmarks/mae_step.py`: forward, backward and AdamW at 224 pixels, {given.batch} images, {clock},",
+            f"median of {given.rounds} rounds in turns; torch {torch.__version__}, {platform.machine()}, {given.device}, "
+            f"{torch.get_num_threads()} thread. bf16: autocast, fp32 weights.",
+            "",
+            f"| {' | '.join(heads)} |",
+            "|" + "---|" * len(heads),
+            *rows,
+            "",
+            f"With {given.batch} images the optimiser's fixed share raises the ratios of cheap steps above the counted ones.",
+            "A plain port embeds every patch, sorts the tokens back, predicts all patches and masks the loss.",
+            "",
+        ]
+    )
+
+
+def write_section(path: Path, text: str) -> None:
+    """Puts the section in its place, or at the end."""
+    old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
+    before, found, after = old.partition(TITLE + "\n")
+    rest = after.partition("\n## ")
+    tail = f"\n## {rest[2]}" if found and rest[1] else ""
+    path.write_text(f"{before.rstrip()}\n\n{text}{tail}", encoding="utf-8")
 
 
 def check_equal(task: MaeTask, plain: PlainMae, images: Tensor) -> None:
@@ -131,25 +178,27 @@ def supervised_macs(model: ViT) -> int:
     return matrices * tokens + attention + 196 * model.patch_embed.proj.weight.numel()
 
 
-def measure(steps: dict[str, tuple[nn.Module, Callable[[], Tensor]]], given: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of forward, backward and update of each, timed in turns."""
-    optimizers = {name: torch.optim.AdamW(module.parameters(), lr=1e-4) for name, (module, _) in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def measure(
+    losses: dict[str, tuple[nn.Module, Callable[[], Tensor]]], given: argparse.Namespace
+) -> dict[tuple[str, str], float]:
+    """Median seconds of forward, backward and update of each step in each precision, timed in turns."""
+    optimizers = {name: torch.optim.AdamW(module.parameters(), lr=1e-4) for name, (module, _) in losses.items()}
+    times: dict[tuple[str, str], list[float]] = {(name, precision): [] for name in losses for precision in PRECISIONS}
     # on a CPU the process's own time counts: another process on the machine then changes little
     clock = time.process_time if given.device == "cpu" else time.perf_counter
     for turn in range(given.rounds + 1):
-        for name, (_, loss_of) in steps.items():
+        for name, precision in times:
             wait(given.device)
             start = clock()
-            with torch.autocast(given.device, torch.bfloat16, enabled=given.precision == "bf16"):
-                loss = loss_of()
+            with torch.autocast(given.device, torch.bfloat16, enabled=precision == "bf16"):
+                loss = losses[name][1]()
             loss.backward()
             optimizers[name].step()
             optimizers[name].zero_grad()
             wait(given.device)
             if turn:  # the first turn warms up
-                times[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+                times[name, precision].append(clock() - start)
+    return {key: statistics.median(values) for key, values in times.items()}
 
 
 def wait(device: str) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from vitfw.models.build import build_model
 from vitfw.models.mae_weights import from_published, to_published
 from vitfw.models.masks import (
     binary_mask,
@@ -89,6 +90,40 @@ def test_loss_against_numpy() -> None:
             losses.append(((pred[b, n] - target) ** 2).mean())
     loss, _ = task.reconstruct(image, noise)
     assert loss.mean().item() == pytest.approx(np.mean(losses), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"registers": 2, "position": "learned"},
+        {"position": "learned", "position_prefix": False},
+        {"position": "factorised"},
+        {"position": "none", "rope": "centered", "registers": 1},
+        {"image_height": 16, "image_width": 32, "patch_height": 4, "patch_width": 8, "in_channels": 5},
+        {"mask_token": True},
+    ],
+    ids=["sincos", "registers", "no_prefix", "factorised", "rope", "oblong", "masked"],
+)
+def test_only_kept_patches_are_embedded(options: dict) -> None:
+    """The tokens are those of embedding all patches and taking the kept ones, to 1e-6 of their size."""
+    values = {"variant": "mae_ti4", "image_size": 16, "width": 48, "depth": 1, "heads": 2} | options
+    encoder = build_model(ModelConfig(**values), num_classes=0)
+    images = torch.randn(3, encoder.in_channels, *encoder.arch.image)
+    patches = encoder.arch.patches
+    keep = torch.rand(3, patches).argsort(dim=1)[:, : patches // 4]
+    masked = torch.rand(3, patches) < 0.5 if encoder.arch.mask_token else None
+    seen = []
+    encoder.blocks[0].register_forward_pre_hook(lambda block, inputs: seen.append(inputs))
+    encoder(images, masked=masked)
+    encoder(images, keep=keep, masked=masked)
+    front = torch.arange(encoder.num_prefix_tokens).expand(3, -1)
+    index = torch.cat([front, keep + encoder.num_prefix_tokens], dim=1)
+    (every, context, _), (kept, kept_context, _) = seen
+    expected = every.gather(1, index[:, :, None].expand(-1, -1, 48))
+    torch.testing.assert_close(kept, expected, rtol=1e-6, atol=1e-6 * expected.detach().abs().max().item())
+    if context.rope is not None:
+        assert torch.equal(kept_context.rope[:, 0], context.rope[0, 0][index])
 
 
 def test_sincos_table() -> None:

@@ -87,16 +87,24 @@ class PatchConv(nn.Conv2d):
 
 
 class PatchEmbed(nn.Module):
-    """Images [B, C, H, W] -> [B, N, D] in row-major order; flat patches [N, C * h * w] -> [N, D]."""
+    """Images [B, C, H, W] -> [B, N, D] in row-major order; flat patches [N, C * h * w] -> [N, D].
+
+    keep int64 [B, K]: numbers of the patches wanted -> [B, K, D]; the others are not computed.
+    """
 
     def __init__(self, arch: Architecture):
         super().__init__()
         self.proj = PatchConv(arch.in_channels, arch.width, arch.patch, arch.patch_bias, init=arch.init)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim == 2:
-            return F.linear(x, self.proj.weight.flatten(1), self.proj.bias)
-        return self.proj(x).flatten(2).transpose(1, 2)
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        if keep is not None:
+            height, width = self.proj.kernel_size
+            grid = x.unflatten(3, (-1, width)).unflatten(2, (-1, height)).permute(0, 2, 4, 1, 3, 5)
+            rows, columns = torch.arange(len(x), device=x.device)[:, None], grid.shape[2]
+            x = grid[rows, keep // columns, keep % columns].flatten(2)
+        elif x.ndim == 4:
+            return self.proj(x).flatten(2).transpose(1, 2)
+        return F.linear(x, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class LayerScale(nn.Module):

@@ -132,13 +132,16 @@ class ViT(nn.Module):
                 raise ValueError("a packed batch takes neither keep nor masked; leave patches out when packing")
             return self._embed_packed(images, dense)
         grid = self.arch.grid_of(images.shape)
-        x = self.patch_embed(images)
-        if masked is not None:
-            x = self._mask(x, masked)
-        x = self._add_positions(x, grid)
-        rope = self._rope(grid, x.device)
         if keep is not None:
-            x, rope = self._keep(x, rope, keep)
+            self._check_keep(keep, len(images))
+        x = self.patch_embed(images, keep)
+        if masked is not None:
+            x = self._mask(x, masked, grid, keep)
+        x = self._add_positions(x, grid, keep)
+        rope = self._rope(grid, x.device)
+        if keep is not None and rope is not None:
+            front = torch.arange(self.num_prefix_tokens, device=x.device).expand(len(x), -1)
+            rope = rope[0, 0][torch.cat([front, keep + self.num_prefix_tokens], dim=1)][:, None]
         return F.dropout(x, self.arch.position_dropout, self.training), Context(rope, None, grid), None
 
     def _embed_packed(self, packed: Packed, dense: bool):
@@ -165,22 +168,28 @@ class ViT(nn.Module):
         parted = segments(packed, arch.prefix, dense=dense)
         return x, Context(rope, parted, None), parted.lengths
 
-    def _mask(self, x: Tensor, masked: Tensor) -> Tensor:
+    def _mask(self, x: Tensor, masked: Tensor, grid: Grid, keep: Tensor | None) -> Tensor:
         if self.mask_token is None:
             raise ValueError("forward(masked=...) needs a mask token: set model.mask_token=true")
-        if masked.dtype is not torch.bool or masked.shape != x.shape[:2]:
-            raise ValueError(f"masked must be bool {list(x.shape[:2])}, got {masked.dtype} {list(masked.shape)}")
+        wanted = (len(x), grid[0] * grid[1])
+        if masked.dtype is not torch.bool or masked.shape != wanted:
+            raise ValueError(f"masked must be bool {list(wanted)}, got {masked.dtype} {list(masked.shape)}")
+        masked = masked if keep is None else masked.gather(1, keep)
         return torch.where(masked[:, :, None], self.mask_token.to(x.dtype), x)
 
-    def _add_positions(self, x: Tensor, grid: Grid) -> Tensor:
-        """Patches [B, N, D] -> [B, prefix + N, D]: prefix tokens in front, positions added."""
+    def _add_positions(self, x: Tensor, grid: Grid, keep: Tensor | None = None) -> Tensor:
+        """Patches [B, N, D], or those with the numbers keep [B, K, D], -> prefix tokens in front, positions added."""
         prefix = [
             t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.dist_token, self.reg_token) if t is not None
         ]
         table = self._table(grid)
         if table is None:
             return torch.cat([*prefix, x], dim=1)
-        if self.arch.position_prefix and self.arch.position != "factorised":
+        own = table.shape[1] - grid[0] * grid[1]  # rows for the prefix tokens
+        if keep is not None:
+            front = [torch.cat(prefix, dim=1) + table[:, :own]] if own else prefix
+            return torch.cat([*front, x + table[0, own:][keep]], dim=1)
+        if own:
             return torch.cat([*prefix, x], dim=1) + table
         return torch.cat([*prefix, x + table], dim=1)
 
@@ -192,7 +201,8 @@ class ViT(nn.Module):
                     f"a grid of {grid[0]} x {grid[1]} patches is larger than the factorised positions, {limit[0]} x "
                     f"{limit[1]}; build the model with a larger model.image_size"
                 )
-            return (self.pos_embed_rows[0, : grid[0], None] + self.pos_embed_columns[0, None, : grid[1]]).flatten(0, 1)
+            table = self.pos_embed_rows[0, : grid[0], None] + self.pos_embed_columns[0, None, : grid[1]]
+            return table.flatten(0, 1)[None]
         if self.pos_embed is None or grid == self.grid_size:
             return self.pos_embed
         if self.arch.position == "sincos":
@@ -224,16 +234,11 @@ class ViT(nn.Module):
                 self._rope_tables[grid, device] = table[None, None].to(device)
         return self._rope_tables[grid, device]
 
-    def _keep(self, x: Tensor, rope: Tensor | None, keep: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _check_keep(self, keep: Tensor, images: int) -> None:
         if self.arch.window:
             raise ValueError("forward(keep=...): windows need the whole grid; set model.window=0")
-        if keep.dtype is not torch.int64 or keep.ndim != 2 or len(keep) != len(x):
-            raise ValueError(f"keep must be int64 [{len(x)}, K], got {keep.dtype} {list(keep.shape)}")
-        prefix = self.num_prefix_tokens
-        front = torch.arange(prefix, device=x.device).expand(x.shape[0], -1)
-        index = torch.cat([front, keep + prefix], dim=1)
-        x = x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))
-        return x, None if rope is None else rope[0, 0][index][:, None]
+        if keep.dtype is not torch.int64 or keep.ndim != 2 or len(keep) != images:
+            raise ValueError(f"keep must be int64 [{images}, K], got {keep.dtype} {list(keep.shape)}")
 
     # From tokens to the result
 
