@@ -2,152 +2,163 @@
 
     torchrun --nproc-per-node 8 train.py recipe=ladder weights=CKPT_OR_TIMM_NAME data.train=... data.val=...
 
-`ladder.seeds=3` repeats every rung; `probe.optim.lr=3e-3` sets a key of one rung; all other words go to every rung. The
-same command again goes on where a stopped ladder stands, in whichever rung that is.
+`ladder.seeds=3` repeats every rung; `last_block.optim.lr=3e-4` sets a key of one rung; all other words go to every rung.
+A ladder with a section `pretrain` makes its weights first. The same command again goes on where a stopped ladder stands,
+in whichever stage that is.
 """
 
 import json
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vitfw import checkpoint
-from vitfw.config import Config, ConfigError, find_file, load
+from vitfw.config import Config, ConfigError, load
 from vitfw.evaluate.ladder import RungResult, recommend, table
+from vitfw.ladder_grid import check_kind, on_main, read_record, run_grid, without_steps
+from vitfw.ladder_grid import plan_text as grid_plan_text
+from vitfw.ladder_plan import (
+    PRETRAIN,
+    GridConfig,
+    LadderConfig,
+    Plan,
+    is_ladder,
+    ladder_file,
+    ladder_names,
+    read_plan,
+    unread,
+)
 from vitfw.launch import Launch, broadcast, check_launch, detect_launch, join_processes, set_threads
-from vitfw.opened import evaluation_set, open_network, parse
+from vitfw.opened import evaluation_set, open_network
 from vitfw.run import write_text
 
+__all__ = [
+    "GridConfig",
+    "LadderConfig",
+    "is_ladder",
+    "ladder_file",
+    "ladder_names",
+    "read_plan",
+    "read_results",
+    "run_ladder",
+    "write_summary",
+]
+
 FINISHED = 0
+COMPARED = ("classify", "mae_probe")  # tasks whose network answers with the logits of one label an image
+
+Train = Callable[[Config, Launch, list[str]], int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LadderConfig:
-    """Section `ladder` of a ladder's recipe."""
+def run_ladder(words: Sequence[str], train: Train) -> int:
+    """Runs every stage, evaluates each rung, writes table, picture and recommendation. Returns the status.
 
-    rungs: tuple[str, ...] = field(
-        default=("probe", "last_block", "full"), metadata={"help": "which of the recipe's rungs run, in this order"}
-    )
-    seeds: int = field(default=1, metadata={"help": "how often each rung runs; the seeds count up from train.seed"})
-    carry_head: bool = field(
-        default=False, metadata={"help": "the other rungs start from the first rung's trained head, not from weights="}
-    )
-
-    def __post_init__(self) -> None:
-        if not self.rungs or len(set(self.rungs)) < len(self.rungs):
-            raise ValueError(f"ladder.rungs={list(self.rungs)}: one or more rungs, each once")
-        if self.seeds < 1:
-            raise ValueError(f"ladder.seeds={self.seeds}: must be 1 or more")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """ladder; out: the one folder of all runs; words: what each rung's own run is started with."""
-
-    ladder: LadderConfig
-    out: Path
-    words: dict[str, dict[str, str]]
-
-    def of(self, rung: str, seed: int | None = None, *, carried: Path | None = None) -> list[str]:
-        """The words of one run (without a seed: those of it alone). `carried`: the checkpoint it starts from."""
-        own = self.words[rung]
-        if carried is not None:  # what was said of loading was said of the other file
-            own = {key: value for key, value in own.items() if not key.startswith("load.")}
-            own |= {"weights": str(carried), "load.head": "keep"}
-        if seed is not None:
-            own = own | {"out": str(self.folder(rung, seed)), "train.seed": str(seed)}
-        return [f"{key}={value}" for key, value in own.items()]
-
-    def folder(self, rung: str, seed: int) -> Path:
-        return self.out / f"{rung}-seed{seed}"
-
-
-def is_ladder(words: Sequence[str]) -> bool:
-    """Whether `recipe=` names a ladder: a file of recipes/ladders/, or any YAML file with a section `ladder`."""
-    name = next((word.removeprefix("recipe=") for word in words if word.startswith("recipe=")), None)
-    return name is not None and _find(name) is not None
-
-
-def read_plan(words: Sequence[str]) -> Plan:
-    """Recipe and words -> the plan. Raises ConfigError naming the word and what would be right."""
-    given = dict(_split(word) for word in words)
-    name = given.pop("recipe")
-    path = _find(name)
-    if path is None:
-        raise ConfigError(f"recipe={name}: no such ladder; ladders: {', '.join(ladder_names())}")
-    tree = _read(path)
-    settings = tree.pop("ladder")
-    shared = _leaves(tree.pop("shared", {}))
-    for rung, content in tree.items():
-        if not isinstance(content, dict) or "recipe" not in content:
-            raise ConfigError(f"recipe {name}: {rung} must be a rung that names its recipe, such as {{recipe: probe}}")
-    own = {key: given.pop(key) for key in list(given) if key.startswith("ladder.")}
-    ladder = _ladder(settings, own, list(tree))
-    out = Path(given.pop("out", f"runs/{Path(name).stem}"))
-    by_rung: dict[str, dict[str, str]] = {}
-    for rung in tree:  # words of a rung that does not run are checked as well: they may be a slip
-        prefix = f"{rung}."
-        by_rung[rung] = {key.removeprefix(prefix): given.pop(key) for key in list(given) if key.startswith(prefix)}
-        refused = {"out", "train.seed", "recipe"} & by_rung[rung].keys()
-        if refused:
-            raise ConfigError(f"{rung}.{min(refused)}: the ladder sets it for every rung")
-    for rung in by_rung.keys() - set(ladder.rungs):
-        if by_rung[rung]:
-            raise ConfigError(
-                f"{rung}.{next(iter(by_rung[rung]))}: {rung} is not among ladder.rungs={list(ladder.rungs)}"
-            )
-    words_of = {rung: shared | _leaves(tree[rung]) | given | by_rung[rung] for rung in ladder.rungs}
-    return Plan(ladder, out, words_of)
-
-
-def run_ladder(words: Sequence[str], train: Callable[[Config, Launch, list[str]], int]) -> int:
-    """Runs every rung with every seed, evaluates each, writes table, picture and recommendation. Returns the status.
-
-    train: `vitfw.train.train`, one run. Everything that can be refused is refused before the first rung starts.
+    train: `vitfw.train.train`, one run. Everything that can be refused is refused before the first stage starts.
     """
-    from vitfw.plan import plan_text
-    from vitfw.prepare import prepare
-
     plan, launch = read_plan(words), detect_launch()
-    rungs = plan.ladder.rungs
-    configs = {rung: load(plan.of(rung)) for rung in rungs}
-    start = configs[rungs[0]].train.seed or 0
-    for config in configs.values():
+    configs = {stage: load(plan.of(stage)) for stage in plan.words}
+    first = configs[plan.ladder.rungs[0]]
+    _check(plan, configs, launch)
+    if first.dry_run:
+        _say(launch, _dry_run(plan, configs, launch))
+        return FINISHED
+    set_threads(launch, first.machine)
+    join_processes(launch, first.machine)
+    on_main(launch, lambda: _rehearse(plan, configs, launch))
+    if all(config.weights is None for config in configs.values()) and not plan.pretrains:
+        _say(launch, "warning: no weights= is given: the lower rungs read an untrained encoder")
+    if plan.pretrains:
+        own = plan.of(PRETRAIN)
+        _say(launch, f"\nladder: pretraining, recipe {configs[PRETRAIN].recipe}, in {configs[PRETRAIN].folder}")
+        if (status := train(load(own), launch, own)) != FINISHED:
+            return status
+    results, start = [], first.train.seed or 0
+    for seed in range(start, start + plan.ladder.seeds):
+        for rung in plan.ladder.rungs:
+            status, config = _run_rung(plan, launch, train, rung, seed)
+            if status != FINISHED:
+                return status
+            results.append(_result(plan, config, launch, rung, seed))
+    if launch.is_main:
+        weights = str(plan.weights) if plan.pretrains else first.weights
+        print(write_summary(plan, results, weights=weights), flush=True)
+    return FINISHED
+
+
+def _run_rung(plan: Plan, launch: Launch, train: Train, rung: str, seed: int) -> tuple[int, Config]:
+    """(status, what it ran with) of one rung with one seed."""
+    first = plan.ladder.rungs[0]
+    carried = plan.ladder.carry_head and rung != first
+    words = plan.of(rung, seed, carried=plan.folder(first, seed) / "checkpoints" / checkpoint.LAST if carried else None)
+    config = load(words)
+    _say(launch, f"\nladder: rung {rung}, seed {seed}, in {config.folder}")
+    if not plan.is_grid(config):
+        return train(config, launch, words), config
+    if left := unread(plan.given):
+        _say(
+            launch,
+            f"note: rung {rung} chooses its head on stored features; the other rungs alone read {' '.join(left)}",
+        )
+    # the other rungs take a carried head as their own, so it must read what theirs read
+    either = config.model.pool is None and not plan.ladder.carry_head
+    return run_grid(config, launch, words, plan.grid, out=plan.out, either=either), config
+
+
+def _check(plan: Plan, configs: dict[str, Config], launch: Launch) -> None:
+    """Refuses what can be refused without opening data. Raises ValueError."""
+    for stage, config in configs.items():
         check_launch(launch, config.machine)
-        if config.data.val is None:
+        if stage == PRETRAIN:
+            continue
+        if config.data.val is None and not config.dry_run:  # a plan needs no data
             raise ConfigError("data.val is not given: a ladder compares its rungs on it")
-        if config.task.name != "classify":
+        if config.task.name not in COMPARED:
             raise ConfigError(
                 f"task.name={config.task.name}: a ladder compares top-1 accuracies; use task.name=classify"
             )
-        if config.dry_run:
-            print(plan_text(config, launch))
-    if configs[rungs[0]].dry_run:
-        return FINISHED
-    set_threads(launch, configs[rungs[0]].machine)
-    join_processes(launch, configs[rungs[0]].machine)
-    for config in configs.values():
-        prepare(replace(config, train=replace(config.train, seed=start)), launch)
-    if all(config.weights is None for config in configs.values()):
-        _say(launch, "warning: no weights= is given: the lower rungs read an untrained encoder")
-    results = []
-    for seed in range(start, start + plan.ladder.seeds):
-        for rung in rungs:
-            carried = plan.ladder.carry_head and rung != rungs[0]
-            head = plan.folder(rungs[0], seed) / "checkpoints" / checkpoint.LAST if carried else None
-            own = plan.of(rung, seed, carried=head)
-            config = load(own)
-            _say(launch, f"\nladder: rung {rung}, seed {seed}, in {config.folder}")
-            status = train(config, launch, own)
-            if status != FINISHED:
-                return status
-            results.append(_result(config, launch, rung, seed))
-    if launch.is_main:
-        print(write_summary(plan, results, weights=configs[rungs[0]].weights), flush=True)
-    return FINISHED
+        if plan.is_grid(config) and (left := unread(plan.own[stage])):
+            raise ConfigError(
+                f"{stage}.{left[0]}: the rung {stage} chooses its head on stored features and does not read it; set "
+                "grid.KEY (rates, epochs, batch, ...), or train it as a run with ladder.probe=train"
+            )
+
+
+def _rehearse(plan: Plan, configs: dict[str, Config], launch: Launch) -> None:
+    """Prepares every stage, so that a mistake in a late one is known before the first starts. Rank 0 only.
+
+    Where pretraining has not been done, the rungs load its network as it will begin: names and shapes are the same.
+    """
+    from vitfw.models.export import export
+    from vitfw.prepare import prepare
+
+    start = configs[plan.ladder.rungs[0]].train.seed or 0
+    with tempfile.TemporaryDirectory() as folder:
+        if plan.pretrains:
+            config = configs[PRETRAIN]
+            prepared = prepare(replace(config, train=replace(config.train, seed=config.train.seed or 0)), launch)
+            export(prepared.task.network, folder, preprocessing=prepared.preprocessing, format="vitfw")
+        for rung in plan.ladder.rungs:
+            config = configs[rung]
+            if plan.is_grid(config):
+                config = without_steps(config, launch)
+            weights = folder if plan.pretrains else config.weights
+            prepare(replace(config, train=replace(config.train, seed=start), weights=weights), launch)
+            for seed in range(start, start + plan.ladder.seeds):
+                if config.freeze.rung == "probe":
+                    check_kind(plan.folder(rung, seed), grid=plan.is_grid(config))
+
+
+def _dry_run(plan: Plan, configs: dict[str, Config], launch: Launch) -> str:
+    from vitfw.plan import plan_text
+
+    parts = []
+    for stage in [PRETRAIN] * plan.pretrains + list(plan.ladder.rungs):
+        config = configs[stage]
+        text = grid_plan_text(config, plan.grid) if plan.is_grid(config) else plan_text(config, launch)
+        parts.append(f"#### {stage} (recipe {config.recipe})\n\n{text}")
+    return "\n\n".join(parts)
 
 
 def write_summary(plan: Plan, results: Sequence[RungResult], *, weights: str | None) -> str:
@@ -156,7 +167,9 @@ def write_summary(plan: Plan, results: Sequence[RungResult], *, weights: str | N
     advice = recommend(results) if len(plan.ladder.rungs) > 1 else None
     notes = f"Weights: {weights or 'none, a random network'}. Every rung is scored with its last weights on data.val, "
     notes += "which no rung used to choose anything."
-    parts = [text, notes, *([advice.text] if advice else [])]
+    first = {result.rung: result for result in reversed(results)}
+    protocols = "\n".join(f"- {rung}: {first[rung].protocol}" for rung in plan.ladder.rungs)
+    parts = [text, notes, protocols, *([advice.text] if advice else [])]
     write_text(plan.out / "ladder.md", "\n\n".join(parts) + "\n")
     record: dict[str, Any] = {
         "weights": weights,
@@ -178,7 +191,7 @@ def read_results(out: Path) -> list[RungResult]:
     return [RungResult(**entry) for entry in json.loads((out / "ladder.json").read_text(encoding="utf-8"))["results"]]
 
 
-def _result(config: Config, launch: Launch, rung: str, seed: int) -> RungResult:
+def _result(plan: Plan, config: Config, launch: Launch, rung: str, seed: int) -> RungResult:
     """Scores a finished rung, or reads what a former start of the ladder found. Entered by all ranks."""
     file, run_id = config.folder / "rung.json", _run_id(config.folder)
     stored = None
@@ -187,33 +200,51 @@ def _result(config: Config, launch: Launch, rung: str, seed: int) -> RungResult:
         stored = content["result"] if content["run_id"] == run_id else None
     if (stored := broadcast(stored)) is not None:
         return RungResult(**stored)
-    result = _measure(config, launch, rung, seed)
+    result = _measure(config, launch, rung, seed, grid=plan.is_grid(config))
     if launch.is_main:
         write_text(file, json.dumps({"run_id": run_id, "result": result.plain()}, indent=2) + "\n")
     return result
 
 
-def _measure(config: Config, launch: Launch, rung: str, seed: int) -> RungResult:
+def _measure(config: Config, launch: Launch, rung: str, seed: int, *, grid: bool) -> RungResult:
     from vitfw.evaluate.scores import classification_scores
-    from vitfw.report.recorder import read_metrics
 
     place = config.folder / "checkpoints" / checkpoint.LAST
     opened = open_network(str(place), launch, config.machine)
     predictions = evaluation_set(opened, config.data, config.machine, launch, split="val").predict()
-    state = checkpoint.load(place)
-    trained = list(state["optimizer"])
-    training_bytes = sum(_bytes_of(state["model"][name], state["optimizer"][name]) for name in trained)
-    speed = read_metrics(config.folder, "train")[-1]["images_per_second"]
     return RungResult(
         rung=rung,
         seed=seed,
         scores=classification_scores(predictions.logits, predictions.labels),
-        trainable=sum(state["model"][name].numel() for name in trained),
         parameters=sum(parameter.numel() for parameter in opened.network.parameters()),
-        training_bytes=training_bytes,
-        images_per_second=speed,
-        seconds=state["progress"]["images"] / speed,
+        **(_grid_cost(config.folder) if grid else _training_cost(config, place)),
     )
+
+
+def _grid_cost(folder: Path) -> dict[str, Any]:
+    record = read_record(folder)
+    return {
+        "trainable": record["trainable"],
+        "training_bytes": record["training_bytes"],
+        "images_per_second": record["images"] / max(record["feature_seconds"], 1e-9),
+        "seconds": record["feature_seconds"] + record["grid_seconds"],
+        "protocol": record["protocol"],
+    }
+
+
+def _training_cost(config: Config, place: Path) -> dict[str, Any]:
+    from vitfw.report.recorder import read_metrics
+
+    state = checkpoint.load(place)
+    trained = list(state["optimizer"])
+    speed = read_metrics(config.folder, "train")[-1]["images_per_second"]
+    return {
+        "trainable": sum(state["model"][name].numel() for name in trained),
+        "training_bytes": sum(_bytes_of(state["model"][name], state["optimizer"][name]) for name in trained),
+        "images_per_second": speed,
+        "seconds": state["progress"]["images"] / speed,
+        "protocol": f"recipe {config.recipe}, trained for {state['progress']['step']:,} steps; nothing is chosen",
+    }
 
 
 def _bytes_of(parameter: Any, state: dict[str, Any]) -> int:
@@ -225,70 +256,6 @@ def _bytes_of(parameter: Any, state: dict[str, Any]) -> int:
 
 def _run_id(folder: Path) -> str:
     return json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["run_id"]
-
-
-def _ladder(settings: Any, own: dict[str, str], rungs: list[str]) -> LadderConfig:
-    given = _leaves(settings or {}) | {key.removeprefix("ladder."): value for key, value in own.items()}
-    try:
-        ladder = parse(LadderConfig, [f"{key}={value}" for key, value in given.items()])
-    except ValueError as error:
-        text = str(error)
-        raise ConfigError(text if text.startswith("ladder.") else f"ladder.{text}") from error
-    unknown = [rung for rung in ladder.rungs if rung not in rungs]
-    if unknown:
-        raise ConfigError(f"ladder.rungs: the recipe has no {', '.join(unknown)}; it has {', '.join(rungs)}")
-    return ladder
-
-
-def ladder_names() -> list[str]:
-    """Names of the shipped ladders."""
-    return sorted(path.stem for path in _shipped().glob("*.yaml"))
-
-
-def ladder_file(name: str) -> Path:
-    """The file of a shipped ladder."""
-    return _shipped() / f"{name}.yaml"
-
-
-def _shipped() -> Path:
-    """They have a folder of their own, because their files are no recipe of one run."""
-    return find_file("recipes", "probe").parent / "ladders"
-
-
-def _find(name: str) -> Path | None:
-    if not name.endswith((".yaml", ".yml")):
-        path = ladder_file(name)
-        return path if path.is_file() else None
-    path = Path(name)
-    return path if path.is_file() and "ladder" in _read(path) else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold sections")
-    return tree
-
-
-def _split(word: str) -> tuple[str, str]:
-    key, equals, value = word.partition("=")
-    if not equals or not key or key.startswith("-"):
-        raise ConfigError(f"{word}: not of the form key=value")
-    return key, value
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """A nested recipe as words: {"optim.lr": "0.001"}; lists in YAML's inline form."""
-    found: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= _leaves(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
-    return found
 
 
 def _say(launch: Launch, text: str) -> None:

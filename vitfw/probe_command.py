@@ -104,7 +104,7 @@ def stored_features(opened: Opened, config: ProbeCommandConfig, launch: Launch) 
             raise ValueError(f"data.{name} has no labels: a probe needs them")
     train_set = evaluation_set(opened, config.data, config.machine, launch, samples=train_samples)
     if config.features.views == 1:
-        train = _features(opened, train_set, config, [train_set.loader], "evaluation", "data.train")
+        views, about = [train_set.loader], "evaluation"
     else:
         policy = AugmentConfig(
             policy=config.features.policy,  # type: ignore[arg-type] - AugmentConfig names the policies it knows
@@ -113,8 +113,13 @@ def stored_features(opened: Opened, config: ProbeCommandConfig, launch: Launch) 
         )
         views = [_view(opened, train_samples, config, policy, view, launch) for view in range(config.features.views)]
         about = f"{config.features.policy}, seed {config.features.seed}"
-        train = _features(opened, train_set, config, views, about, "data.train")
-    return train, _features(opened, test_set, config, [test_set.loader], "evaluation", "data.val")
+
+    def features(found: EvaluationSet, views: list[Any], view: str, name: str) -> Features:
+        folder = Path(config.features.folder)
+        return features_of(opened, found, config.data, config.machine, folder=folder, views=views, view=view, name=name)
+
+    train = features(train_set, views, about, "data.train")
+    return train, features(test_set, [test_set.loader], "evaluation", "data.val")
 
 
 def probe_results(
@@ -199,27 +204,38 @@ def _scores(logits: np.ndarray, test: Features, held: np.ndarray, train: Feature
     return classification_scores(logits, test.labels)
 
 
-def _features(
-    opened: Opened, found: EvaluationSet, config: ProbeCommandConfig, views: list[Any], view: str, name: str
+def features_of(
+    opened: Opened,
+    found: EvaluationSet,
+    data: DataConfig,
+    machine: MachineConfig,
+    *,
+    folder: Path,
+    views: list[Any],
+    view: str,
+    name: str,
+    blocks: int = 4,
 ) -> Features:
+    """The stored features of one set, of the last `blocks` blocks; computed by all ranks where they are not there yet."""
     prepared = {key: value for key, value in opened.preprocessing.plain().items() if key != "class_names"}
     return extract_features(
         opened.network,
         views,
-        folder=Path(config.features.folder),
+        folder=folder,
         facts={
             "set": found.samples.fingerprint(),
             "preprocessing": prepared,
             "view": view,
-            "precision": config.machine.precision,
-            "background": config.data.background,
-            "exif": config.data.exif,
+            "precision": machine.precision,
+            "background": data.background,
+            "exif": data.exif,
         },
         num_rows=len(found.samples),
         prepare=found.prepare,
         device=opened.device,
         autocast=found.autocast,
         place=f"{opened.place} ({opened.entry}) on {name}, {view} view",
+        blocks=blocks,
     )
 
 

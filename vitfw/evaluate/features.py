@@ -8,6 +8,7 @@ the patch tokens, both behind the final norm; `pooled` is what the network's own
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,13 +31,14 @@ CHUNK = 4096  # images moved at once when the ranks' parts are joined
 @dataclass(frozen=True)
 class Features:
     """values float16 [V, N, C, D], mapped from disk; labels int64 [N] or float32 [N, K]; index int64 [N]: rows of the
-    set; columns: the C names; place: what was measured, for the result's line."""
+    set; columns: the C names; place: what was measured, for the result's line; seconds: of the pass that made them."""
 
     values: np.ndarray
     labels: np.ndarray
     index: np.ndarray
     columns: tuple[str, ...]
     place: str
+    seconds: float = 0.0
 
     @property
     def views(self) -> int:
@@ -89,9 +91,12 @@ def feature_vectors(network: nn.Module, images: Tensor, columns: tuple[str, ...]
 
 
 def weights_digest(network: nn.Module) -> str:
-    """Hash of names, types, shapes and bytes of all parameters and buffers."""
-    digest = hashlib.sha256()
+    """Hash of names, types, shapes and bytes of all parameters and buffers, without the head of a ViT: a new head
+    changes no feature."""
+    digest, heads = hashlib.sha256(), ("head.", "head_dist.") if isinstance(network, ViT) else ()
     for name, value in sorted(network.state_dict().items()):
+        if name.startswith(heads):
+            continue
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -147,7 +152,7 @@ def _compute(
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    rank, world = _place_of_rank()
+    started, (rank, world) = time.perf_counter(), _place_of_rank()
     partial = target.with_name(f"{target.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed pass left
@@ -168,6 +173,7 @@ def _compute(
     _barrier()
     if rank == 0:
         _join_parts(partial, len(views), num_rows, world)
+        (partial / "seconds").write_text(f"{time.perf_counter() - started:.3f}")
         (partial / "key.json").write_text(key)
         partial.replace(target)  # a folder with its final name is whole
     _barrier()
@@ -256,7 +262,8 @@ def _join_parts(partial: Path, views: int, num_rows: int, world: int) -> None:
 def _open(folder: Path, columns: tuple[str, ...], place: str) -> Features:
     rows = np.load(folder / "rows.npz")
     labels = rows["labels"] if rows["labels"].ndim == 2 else rows["labels"].astype(np.int64)
-    return Features(np.load(folder / "values.npy", mmap_mode="r"), labels, rows["index"], columns, place)
+    seconds = float((folder / "seconds").read_text())
+    return Features(np.load(folder / "values.npy", mmap_mode="r"), labels, rows["index"], columns, place, seconds)
 
 
 def _place_of_rank() -> tuple[int, int]:

@@ -17,7 +17,8 @@ BELIEVED = 2.0  # a gap counts when it is larger than so many standard errors of
 
 @dataclass(frozen=True, kw_only=True)
 class RungResult:
-    """One rung with one seed. scores: of `classification_scores` on the reported set; seconds: of training alone."""
+    """One rung with one seed. scores: of `classification_scores` on the reported set; seconds: of training alone, for a
+    grid of its feature pass too; protocol: how the weights came about, and on which images anything was chosen."""
 
     rung: str
     seed: int
@@ -27,15 +28,16 @@ class RungResult:
     training_bytes: int
     images_per_second: float
     seconds: float
+    protocol: str = ""
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
     def same_outcome(self, other: "RungResult") -> bool:
-        """Equal but for the speed, which no two runs share."""
-        speed = ("images_per_second", "seconds")
-        mine, theirs = ({k: v for k, v in one.plain().items() if k not in speed} for one in (self, other))
+        """Equal but for the speed, which no two runs share, and the protocol, which names places."""
+        own = ("images_per_second", "seconds", "protocol")
+        mine, theirs = ({k: v for k, v in one.plain().items() if k not in own} for one in (self, other))
         return mine == theirs
 
 
