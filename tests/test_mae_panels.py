@@ -47,12 +47,19 @@ def test_exact_prediction_gives_the_input_back(normalise: bool) -> None:
     task = small_task(normalise_target=normalise)
     pixels, images = pixels_and_images()
     task.decoder = ExactDecoder(images, normalise=normalise)  # type: ignore[assignment]
-    made = reconstruct(task, images, torch.rand(4, 16), mean=MEAN, std=STD)
+    numbers = torch.rand(4, 16)
+    made = reconstruct(task, images, numbers, mean=MEAN, std=STD)
     for title in ("original", "output", "pasted in"):
         assert (made.picture(title).int() - pixels.int()).abs().max() <= 1, title
     assert made.losses.max() < 1e-8
     assert made.source == (TRUE_STATISTICS if normalise else NO_STATISTICS)
-    assert ("normalised output" in dict(made.columns)) == normalise
+    assert ("output, normalised" in dict(made.columns)) == normalise
+    if normalise:  # an exact prediction is its target, and visible patches show nothing
+        target = made.picture("target, normalised")
+        assert torch.equal(made.picture("output, normalised"), target)
+        visible, _ = task.masks(images, numbers)
+        shown = patchify(target.float(), (4, 4))
+        assert (shown[torch.arange(4)[:, None], visible] == 128).all()
 
 
 def test_masked_and_pasted_pictures() -> None:
@@ -96,7 +103,7 @@ def test_panel_has_a_row_an_image_and_a_column_a_picture(channels: int) -> None:
     images = torch.randn(2, channels, 8, 16)
     made = reconstruct(task, images, torch.rand(2, 8), mean=[0.5] * channels, std=[0.5] * channels)
     panel = draw_panel(made, caption="a caption")
-    assert panel.size[0] >= 5 * 112
+    assert panel.size[0] >= 6 * 112
     assert panel.size[1] >= 2 * 56
     assert panel.mode == "RGB"
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from vitfw import checkpoint
 from vitfw.report.recorder import read_metrics
+from vitfw.show import open_mae
 from vitfw.train import main
 
 MAE = "recipe=mae_digits ema.decay=null optim.clip_norm=null task.decoder_width=24 model.heads=2".split()
@@ -82,9 +83,15 @@ def test_the_short_fine_tune_leaves_the_run_alone(tmp_path: Path, capsys: pytest
 
 def test_pretraining_goes_on_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`weights=` takes encoder and decoder of a run's checkpoint: without learning, the loss is the one it ended with. The
-    export holds an encoder alone, and the start-up summary says so."""
+    export holds an encoder alone, which timm reads, and the start-up summary says so."""
     once = ["train.epochs=1", "optim.warmup_epochs=0"]
     assert main(mae(*once, f"out={tmp_path}/first")) == 0
+    exported = timm.create_model(f"local-dir:{tmp_path}/first/export", pretrained=True).eval()
+    task, _ = open_mae(f"{tmp_path}/first")
+    images = torch.rand(2, 1, 8, 8)
+    with torch.no_grad():
+        tokens = task.encoder(images, output="tokens")
+        torch.testing.assert_close(exported.forward_features(images), tokens, rtol=0, atol=1e-5)
     still = [*once, "optim.lr=1e-12", "optim.weight_decay=0"]
     checkpoint_of_first = f"weights={tmp_path}/first/checkpoints/last.ckpt"
     assert main(mae(*still, checkpoint_of_first, f"out={tmp_path}/second")) == 0

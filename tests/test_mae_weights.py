@@ -189,7 +189,7 @@ def test_show_reads_published_files_of_any_size(tmp_path: Path, capsys: pytest.C
     assert show.show_reconstruct(words) == 0
     assert "1 images" in capsys.readouterr().out
     with Image.open(out) as panel:
-        assert panel.size[0] >= 5 * 112
+        assert panel.size[0] >= 6 * 112
     task, _ = show.open_mae(place, heads=(3, 2))
     torch.testing.assert_close(golden_loss(task), GOLDENS["norm.loss"][0], rtol=0, atol=1e-5)
     assert not show.open_mae(place, heads=(3, 2), plain_target=True)[0].config.normalise_target

@@ -57,7 +57,7 @@ def show_reconstruct(words: Sequence[str]) -> int:
         count=len(images),
         mean=preprocessing.mean,
         std=preprocessing.std,
-        caption=Path(given.place).name,
+        caption="/".join(Path(given.place).parts[-3:]),
     )
     panel.save(given.out)
     print(f"wrote {given.out}: {len(images)} images, {panel.width} x {panel.height} pixels")

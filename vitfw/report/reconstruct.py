@@ -2,7 +2,8 @@
 
 A model with normalised targets predicts each patch without its mean and deviation. To show its output as pixels, these
 are taken from the true patch, which the model has not seen: the caption says so, and the prediction is shown in its own
-space as well.
+space as well, beside its target. What it says about visible patches was never trained: it is left out there, and the
+caption speaks of it where the whole output is shown.
 """
 
 from collections.abc import Sequence
@@ -14,15 +15,16 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from vitfw.models.masks import binary_mask
-from vitfw.models.patches import patch_statistics, patchify, unpatchify
+from vitfw.models.patches import normalise_patches, patch_statistics, patchify, unpatchify
 from vitfw.tasks.mae import MaeTask
 from vitfw.tasks.task import Batch, Task
 
-SPREAD = 2.0  # the normalised prediction is shown from -2 (black) to 2 (white) deviations
+SPREAD = 2.0  # target and prediction are shown from -2 (black) to 2 (white) deviations
 SMALLEST, LARGEST = 112, 448  # pixels of a picture's longer side, after enlarging small images by whole factors
-TITLE, CAPTION, GAP = 18, 34, 4  # pixels
-TRUE_STATISTICS = "pixels: prediction with mean and deviation of each TRUE patch, which the model has not seen"
-NO_STATISTICS = "pixels: as predicted"
+FONT, LINE, GAP, LOSS = 12, 18, 4, 48  # pixels: letters, a line of them, between pictures, the column of losses
+TRUE_STATISTICS = "pixels of the output: with mean and deviation of each TRUE patch, which the model has not seen"
+NO_STATISTICS = "pixels of the output: as predicted"
+UNTRAINED = "what it says about visible patches is never trained"
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ def reconstruct(
     ]
     shown = [(title, _to_pixels(value, mean, std)) for title, value in columns]
     if task.config.normalise_target:
-        space = 0.5 + unpatchify(predicted, patch, grid) / (2 * SPREAD)
-        shown.insert(2, ("normalised output", _to_bytes(space)))
+        for title, patches in (("output, normalised", predicted), ("target, normalised", normalise_patches(true))):
+            space = 0.5 + unpatchify(torch.where(hidden, patches, 0.0), patch, grid) / (2 * SPREAD)
+            shown.insert(2, (title, _to_bytes(space)))
     target = task.targets(images, removed)
     chosen = predicted[torch.arange(len(images), device=images.device)[:, None], removed]
     losses = (chosen - target).square().flatten(1).mean(1)
@@ -77,25 +80,34 @@ def reconstruct(
 
 
 def draw_panel(made: Reconstruction, *, caption: str) -> Image.Image:
-    """One row an image, one column a kind of picture, titles above, two lines of caption below."""
+    """One row an image, one column a kind of picture, its loss at the end; titles above, lines of caption below."""
     _, _, height, width = made.columns[0][1].shape
     factor = max(1, -(-SMALLEST // max(height, width)))
     shrink = min(1.0, LARGEST / max(height * factor, width * factor))
     size = (round(width * factor * shrink), round(height * factor * shrink))
-    rows, font = len(made.losses), ImageFont.load_default()
+    font, rows = ImageFont.load_default(FONT), len(made.losses)
+    texts = [caption, made.source, UNTRAINED]
     across = len(made.columns) * (size[0] + GAP) + GAP
-    texts = [caption, f"{made.source}; loss {_numbers(made.losses)}"]
-    wide = max(across, *(int(font.getlength(text)) + 2 * GAP for text in texts))
-    panel = Image.new("RGB", (wide, TITLE + rows * (size[1] + GAP) + CAPTION), "white")
+    panel = Image.new(
+        "RGB",
+        (
+            max(across + LOSS, *(int(font.getlength(text)) + 2 * GAP for text in texts)),
+            LINE + rows * (size[1] + GAP) + LINE * len(texts) + GAP,
+        ),
+        "white",
+    )
     draw = ImageDraw.Draw(panel)
     for column, (title, pictures) in enumerate(made.columns):
         left = GAP + column * (size[0] + GAP)
-        draw.text((left, 3), title, fill="black", font=font)
+        draw.text((left, 2), title, fill="black", font=font)
         for row, picture in enumerate(pictures):
             resample = Image.Resampling.NEAREST if shrink == 1.0 else Image.Resampling.LANCZOS
-            panel.paste(_as_image(picture).resize(size, resample), (left, TITLE + row * (size[1] + GAP)))
+            panel.paste(_as_image(picture).resize(size, resample), (left, LINE + row * (size[1] + GAP)))
+    draw.text((across, 2), "loss", fill="black", font=font)
+    for row, loss in enumerate(made.losses.tolist()):
+        draw.text((across, LINE + row * (size[1] + GAP)), f"{loss:.3f}", fill="black", font=font)
     for line, text in enumerate(texts):
-        draw.text((GAP, panel.height - CAPTION + 2 + 15 * line), text, fill="black", font=font)
+        draw.text((GAP, panel.height - LINE * (len(texts) - line)), text, fill="black", font=font)
     return panel
 
 
@@ -156,7 +168,3 @@ def _as_image(picture: Tensor) -> Image.Image:
 
 def _channels(count: int) -> str:
     return {1: "grey", 3: "colour"}.get(count, f"{'channels 1 to 3' if count > 3 else 'channel 1'} of {count}")
-
-
-def _numbers(losses: Tensor) -> str:
-    return ", ".join(f"{loss:.3f}" for loss in losses.tolist())
