@@ -2,12 +2,14 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +20,11 @@ from vitfw.launch import (
     _srun_port,
     check_launch,
     detect_launch,
+    join_processes,
     resolve_strategy,
     split_batch,
 )
+from vitfw.report.recorder import read_metrics
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -163,3 +167,32 @@ def test_a_process_that_never_comes_is_noticed_in_seconds() -> None:
     assert "rank 0 of 2 could not join the others at 127.0.0.1:29613 within 2 s" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 90
+
+
+def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P59: another job of this host holds MASTER_PORT."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        words = f"could not join the others at 127.0.0.1:{port} within 2 s .*another job may hold the port"
+        with pytest.raises(ConnectionError, match=words):
+            join_processes(Launch("torchrun", 0, 2, 0, 2), MachineConfig(device="cpu", rendezvous_seconds=2))
+
+
+def test_two_jobs_at_once_on_one_host(tmp_path: Path) -> None:
+    """P59: the documented command, twice."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    words = tiny("train.epochs=2", "machine.images_per_device=16")
+    jobs = []
+    for name in ("one", "two"):
+        with (tmp_path / f"{name}.txt").open("wb") as log:
+            command = [*launcher, *words, f"out={tmp_path / name}"]
+            jobs.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    for job, name in zip(jobs, ("one", "two"), strict=True):
+        assert job.wait(timeout=240) == 0, (tmp_path / f"{name}.txt").read_text()[-3000:]
+    one, two = (read_metrics(tmp_path / name, "train") for name in ("one", "two"))
+    assert [record["loss"] for record in one] == [record["loss"] for record in two]

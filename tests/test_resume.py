@@ -216,6 +216,26 @@ def test_a_finished_run_makes_its_export_again(uncut: Path, tmp_path: Path, caps
     assert "a finished run whose export/ and checkpoints/ are gone" in capsys.readouterr().err
 
 
+def test_a_moved_folder_goes_on_where_it_lies(uncut: Path, tmp_path: Path) -> None:
+    """P62: no path is remembered: the best so far stays the best under the new name, and the old name stays empty."""
+    assert main([*TINY, f"out={tmp_path / 'a'}", "stop_after=4"]) == 75
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert main([*TINY, f"out={tmp_path / 'c'}"]) == 0
+    assert not (tmp_path / "a").exists()
+    ours, theirs = (final(folder)["progress"] for folder in (tmp_path / "c", uncut))
+    assert (ours["best"], ours["best_step"]) == (theirs["best"], theirs["best_step"])
+    best = checkpoint.load(tmp_path / "c" / "checkpoints" / "best.ckpt")
+    assert best["progress"]["step"] == theirs["best_step"]["val/acc1"]
+
+
+def test_a_run_that_starts_from_another_leaves_its_folder_alone(uncut: Path, tmp_path: Path) -> None:
+    """P62: every file of the first run, byte for byte."""
+    before = {path: path.read_bytes() for path in sorted(uncut.rglob("*")) if path.is_file()}
+    words = tiny(f"weights={uncut / 'checkpoints' / 'last.ckpt'}", "optim.lr=0.004", f"out={tmp_path / 'b'}")
+    assert main(words) == 0
+    assert {path: path.read_bytes() for path in sorted(uncut.rglob("*")) if path.is_file()} == before
+
+
 def test_a_folder_with_other_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert main([*TINY, f"out={tmp_path}"]) == 2
