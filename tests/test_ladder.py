@@ -50,7 +50,7 @@ def test_recommendation__goes_on_where_the_gap_is_real() -> None:
 
 def test_recommendation__the_probe_may_be_the_best() -> None:
     found = recommend(results(probe=(91.0,), last_block=(90.0,), full=(85.0,)))
-    assert found.rung == "probe" and "learning rate is the first suspect" in found.text
+    assert found.rung == "probe" and "too few epochs, or a rate so high that it ruins pretrained weights" in found.text
 
 
 def test_recommendation__a_small_test_set_cannot_tell() -> None:

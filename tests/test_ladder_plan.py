@@ -7,6 +7,7 @@ from ladder_words import RUNGS, SMALL, run, weights
 
 from vitfw.config import ConfigError, load
 from vitfw.ladder import is_ladder, ladder_names, read_plan
+from vitfw.ladder_plan import unread
 
 
 def test_words__go_to_every_rung_or_to_the_one_they_name() -> None:
@@ -93,6 +94,14 @@ def test_a_word_that_the_grid_would_not_read_is_refused(word: str) -> None:
         r"set grid.KEY \(rates, epochs, batch, ...\), or train it as a run with ladder.probe=train",
     ):
         run([*SMALL, f"probe.{word}"])
+
+
+def test_words_for_all_rungs__the_grid_reads_images_and_network_and_no_training() -> None:
+    read = ["model.width=24", "data.per_class=6", "task.num_classes=10", "augment.eval_crop=0.9", "load.prefix=x."]
+    read += ["augment.policy=digits", "machine.workers=0", "freeze.rung=probe", "weights=w", "train.seed=3"]
+    left = ["optim.lr=1", "train.epochs=2", "ema.decay=0.9", "guard.patience=3", "eval.every_epochs=1", "stop_after=9"]
+    left += ["augment.mixup=0.8", "task.class_weights=balanced", "data.balance=class"]
+    assert unread(dict(word.split("=") for word in read + left)) == left
 
 
 # Stages

@@ -106,8 +106,8 @@ def recommend(results: Sequence[RungResult]) -> Recommendation:
         nearest = max(rungs[1:], key=lambda other: means[other])
         text = (
             f"Use {rung}: it is the best and the cheapest ({means[rung]:.2f}; {nearest} reaches {means[nearest]:.2f}; "
-            f"{base}). If {nearest} should be better, its learning rate is the first suspect: too high a rate ruins "
-            "pretrained weights."
+            f"{base}). If {nearest} should be better, look at its settings first: too few epochs, or a rate so high "
+            "that it ruins pretrained weights."
         )
     else:
         cheaper = max(rungs[: rungs.index(rung)], key=lambda other: means[other])
