@@ -140,6 +140,42 @@ def test_iteration__left_early_then_next_epoch_then_seek(tmp_path, workers):
     assert sorted(epochs[0] + rest) == list(range(20))
 
 
+def taken(
+    samples, folder: Path, *, workers: int, start: tuple[int, int], count: int, at_once: bool
+) -> tuple[list, list]:
+    """`count` micro-batches from a place on, in one run or epoch by epoch: their content, and the trace they leave."""
+    folder.mkdir()
+    loader = build(samples, workers=workers, folder=folder, trace=True)
+    loader.seek(epoch=start[0], images=start[1])
+    batches = list(loader.run(count)) if at_once else []
+    while len(batches) < count:
+        batches += list(loader)
+    trace = folder / "trace-train-rank0.jsonl"
+    lines = trace.read_text().splitlines() if trace.exists() else []
+    return [(b["index"].tolist(), b["image"].numpy().tobytes()) for b in batches[:count]], lines[:count]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_run__goes_over_epochs_as_one_after_the_other(tmp_path, workers):
+    samples = open_samples(make_shards(tmp_path, [10, 11]))
+    for number, (start, count) in enumerate([((0, 0), 1), ((0, 8), 25), ((2, 20), 10), ((1, 3), 10), ((0, 0), 0)]):
+        found = [
+            taken(samples, tmp_path / f"{number}-{at_once}", workers=workers, start=start, count=count, at_once=at_once)
+            for at_once in (False, True)
+        ]
+        assert found[0] == found[1] and len(found[0][0]) == len(found[0][1]) == count
+
+
+def test_run__the_limit_of_bad_images_counts_anew_in_each_epoch(tmp_path, monkeypatch):
+    loader = build(open_samples(make_shards(tmp_path, [20])))  # 10 micro-batches an epoch
+    loader.seek(epoch=0, images=8)
+    begun, seen = [], []
+    monkeypatch.setattr(loader.ledger, "start_epoch", lambda: begun.append(len(seen)))
+    for batch in loader.run(28):
+        seen.append(batch)
+    assert begun == [0, 6, 16, 26]
+
+
 def endless_rank(samples, rank: int, log: str) -> None:
     """One rank of a run that is killed: goes on after the last step in its log, and appends each step in one write."""
     lines = Path(log).read_text().splitlines() if Path(log).exists() else []

@@ -45,13 +45,7 @@ class RestOfRun:
         return self.micro_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        left = self.micro_batches
-        while left > 0:
-            for batch in self.loader:
-                yield batch
-                left -= 1
-                if left == 0:
-                    return
+        return self.loader.run(self.micro_batches)
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,35 @@ def collate(samples: list[Sample]) -> dict[str, object]:
     }
 
 
+class Batches:
+    """What a DataLoader draws from: the rest of the present epoch, or `count` micro-batches over as many epochs as they take,
+    so that the workers have the next epoch's images ready when it begins."""
+
+    def __init__(self, order: TrainOrder | list[list[Draw]]) -> None:
+        self.order = order
+        self.count: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        if self.count is None:
+            yield from self.order
+            return
+        left = self.count
+        while left > 0:
+            for draws in self.order:  # each iteration of a TrainOrder is the epoch after the one before
+                yield draws
+                left -= 1
+                if left == 0:
+                    return
+
+
 class Loader:
     """Batches of one rank, with a length that is always the real one. Not a DataLoader, so no trainer re-creates it.
 
-    Iterating gives Batch dicts. For training it starts where `seek` says, else at the next epoch.
+    Iterating gives Batch dicts of one epoch, `run` those of several. For training both start where `seek` says, else at the
+    next epoch.
     """
 
     def __init__(
@@ -67,14 +92,28 @@ class Loader:
         self.order.seek(epoch=epoch, images=images)
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, images = self.order.position if self.order is not None else (0, 0)
+        return self.run(None)
+
+    def run(self, micro_batches: int | None) -> Iterator[Batch]:
+        """So many batches over as many epochs as they take, without a pause between them; None: the rest of this epoch."""
+        assert isinstance(self.loader.batch_sampler, Batches)
+        self.loader.batch_sampler.count = micro_batches
+        (epoch, images), left = (0, 0), len(self)
+        if self.order is not None:
+            epoch, images = self.order.position
+            left = (self.order.num_samples - images) // self.order.global_batch * self.order.accumulation
         self.ledger.start_epoch()
         with _without_worker_advice():
             batches = iter(self.loader)
-        for number, batch in enumerate(batches):
+        number = 0
+        for batch in batches:
+            if number == left:
+                epoch, images, number, left = epoch + 1, 0, 0, len(self)
+                self.ledger.start_epoch()
             self.ledger.add(batch.pop("bad"))
             if self.trace is not None:
                 self._write_trace(epoch, images, number, batch["index"])
+            number += 1
             yield batch
 
     def _write_trace(self, epoch: int, images: int, number: int, index: torch.Tensor) -> None:
@@ -195,7 +234,7 @@ def _torch_loader(
     with _without_worker_advice():
         return DataLoader(
             dataset,
-            batch_sampler=batches,
+            batch_sampler=Batches(batches),
             collate_fn=collate,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
