@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N tests/strategies_worker.py CELLS.json
 
 A cell is {"name", "words", "status": expected, "freeze": prefixes of parameters that are not trained, "inject": faults}; a
-fault is {"rank", "where": a key of PLACES, "call": number from 1, "do": a signal's name, "nan", "spike", "raise", or seconds}.
+fault is {"rank", "where": a key of PLACES, "call": number from 1, "do": a signal's name, "nan", "spike", "raise", "full", "limit"
+(the system itself takes no more than 4 kB a file), or seconds}.
 Each runs as `train.py` would run it.
 """
 
@@ -11,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -21,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vitfw import checkpoint, prepare
+from vitfw import checkpoint, prepare, sharded
 from vitfw import train as command
 from vitfw.config import load
 from vitfw.launch import check_launch, detect_launch, join_processes, set_threads
@@ -31,6 +33,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "losses": (ClassifyTask, "losses"),
     "measure": (ClassifyTask, "measure"),
     "save": (checkpoint, "save"),
+    "part": (sharded, "write_file"),
 }
 ORIGINALS = {place: getattr(*target) for place, target in PLACES.items()}
 PREPARE = prepare.prepare
@@ -96,6 +99,8 @@ def with_faults(original: Callable[..., Any], faults: list[dict[str, Any]]) -> C
                 raise RuntimeError(f"a fault of rank {os.environ['RANK']}")
             elif what == "full":
                 raise OSError("no space left on device")
+            elif what == "limit":
+                return limited(original, *args, **kwargs)
             elif what not in ("nan", "spike"):
                 os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
         result = original(*args, **kwargs)
@@ -104,6 +109,15 @@ def with_faults(original: Callable[..., Any], faults: list[dict[str, Any]]) -> C
         return result | {"loss": result["loss"] + math.nan} if "nan" in due else result
 
     return faulty
+
+
+def limited(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        return call(*args, **kwargs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 if __name__ == "__main__":

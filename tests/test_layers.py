@@ -48,10 +48,11 @@ def layer_of(name: str) -> int:
         "vitfw.versions": -1, "vitfw": 0, "vitfw.schedules": 0, "vitfw.seeding": 0, "vitfw.words": 0, "vitfw.machine": 0,
         "vitfw.startup": 0, "vitfw.models.cost": 0,
         "vitfw.ema": 1, "vitfw.parallel": 1, "vitfw.guard": 1, "vitfw.launch": 1,
+        "vitfw.checkpoint_files": 1, "vitfw.sharded": 1,
         "vitfw.optim": 2, "vitfw.checkpoint": 2, "vitfw.tasks.task": 2,
         "vitfw.tasks": 4,
         "vitfw.module": 5,
-        "vitfw.trainer": 6, "vitfw.after_step": 6, "vitfw.run": 6, "vitfw.preempt": 6,
+        "vitfw.trainer": 6, "vitfw.after_step": 6, "vitfw.saver": 6, "vitfw.run": 6, "vitfw.preempt": 6,
         "vitfw.config": 7,
         "train": 9,
     }  # fmt: skip

@@ -23,7 +23,8 @@ from vitfw.parallel import share_buffers
 from vitfw.preempt import Answer, StoppedError, StopRequest
 from vitfw.report.progress import ProgressDisplay, result_text
 from vitfw.report.recorder import LogConfig, Recorder
-from vitfw.run import Run, package_versions
+from vitfw.run import Run
+from vitfw.saver import Saver
 from vitfw.schedules import Length
 from vitfw.tasks.task import Batch, Monitor
 
@@ -59,7 +60,7 @@ class AfterStep(pl.Callback):
         self.log_every = log.every  # `self.log` would be overwritten: Lightning puts its own logging there
         self.progress, self.resume_from = progress, resume_from
         self.eval_loader, self.recorder, self.display = eval_loader, recorder, display
-        self.config_text, self.preprocessing, self.stop_after = config_text, preprocessing, stop_after
+        self.stop_after = stop_after
         self.eval_every = round(evaluation.every_epochs * length.steps_per_epoch) if evaluation.every_epochs else 0
         self.save_every = machine.save_every_steps or length.steps_per_epoch
         self.stopped = False  # asked to stop before the end
@@ -69,7 +70,7 @@ class AfterStep(pl.Callback):
         self.clean_loader = clean_loader  # a fixed part of the training set, as evaluation sees it
         self.look = look  # draws the first evaluation batch at a step
         self.tune = tune  # fine-tunes a copy for a moment and scores it
-        self.writer = checkpoint.Writer()
+        self.saver = Saver(run.checkpoints, machine, config_text=config_text, preprocessing=preprocessing)
         self._saved = (progress.step, progress.evaluated) if resume_from is not None else None
         self._rows: deque[tuple[int, Any]] = deque(maxlen=ROWS)
         self._begun = False
@@ -115,9 +116,9 @@ class AfterStep(pl.Callback):
         if step % self.log_every == 0 or last:
             self._record(trainer, module, step)
         self._heed_guard(trainer, module)
-        answer = self.stop.agreed(failed=self.writer.failed)
+        answer = self.stop.agreed(failed=self.saver.failed)
         if answer is Answer.FAILED:
-            self._finish_writing()
+            self.saver.finish()
         stop = answer is Answer.STOP or (self.stop_after is not None and step >= self.stop_after)
         if self._evaluation_due(step) and (answer is Answer.GO_ON or last):
             # a signal leaves no time for it: the next attempt makes up for it
@@ -128,12 +129,12 @@ class AfterStep(pl.Callback):
             self.stopped = trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._finish_writing()
+        self.saver.finish()
         self.display.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         try:
-            self.writer.wait()
+            self.saver.wait()
         except OSError as error:  # the exception that ended the run must be the one that is shown last
             print(error, file=sys.stderr)
         self.display.close()
@@ -153,7 +154,7 @@ class AfterStep(pl.Callback):
         if verdict == "go on":
             return
         what = f"{module.guard.config.patience} steps in a row had a loss or gradient that is not finite, or a spike"
-        self._finish_writing()
+        self.saver.finish()
         try:
             found = newest_checkpoint(self.run.checkpoints, is_main=trainer.is_global_zero)
         except checkpoint.CheckpointError as error:
@@ -163,7 +164,7 @@ class AfterStep(pl.Callback):
                 f"{what}, at step {module.step:,}, after {module.guard.rollbacks - 1} returns to a checkpoint; the last "
                 "checkpoint is untouched. Lower optim.lr, set optim.clip_norm, or look at the samples in skipped-rank*.jsonl"
             )
-        checkpoint.restore(checkpoint.load(found[0]), module.task, _optimizer(trainer), module.ema)
+        checkpoint.restore(checkpoint.load(found[0], pieces=True), module.task, _optimizer(trainer), module.ema)
         text = f"{what}: back to the weights of step {found[1].step:,}, on with new data"
         parts = module.guard.config.raise_precision
         if parts != "none" and self.machine.precision != "fp32" and not module.guard.raised:
@@ -244,44 +245,13 @@ class AfterStep(pl.Callback):
         return any(at == step for entries in self.progress.ranking.values() for _, at in entries)
 
     def save(self, trainer: pl.Trainer, module: Module) -> None:
-        """Entered by all ranks; rank 0 writes, beside the training. An error of the writer ends the run on all of them, at
-        the next step or save."""
+        """Once for each state of the run. Entered by all ranks."""
         if self._saved == (module.step, self.progress.evaluated):
             return
         self.progress = replace(self.progress, step=module.step, images=module.images_seen, attempt=self.run.attempt)
-        self._finish_writing()  # at most one write at a time
-        state = checkpoint.collect(module.task, _optimizer(trainer), module.ema, keep=trainer.is_global_zero)
-        guard = module.guard.state_dict()
-        if trainer.is_global_zero:
-            state |= {"guard": guard, "preprocessing": dict(self.preprocessing)}
-            ranked = {int(at) for entries in self.progress.ranking.values() for _, at in entries}
-            self.writer.start(
-                partial(
-                    checkpoint.save,
-                    self.run.checkpoints,
-                    state,
-                    self.progress,
-                    config=self.config_text,
-                    versions=package_versions(),
-                    best_of=[split for split in self.results if self._is_best(split, module.step)],
-                    keep=checkpoint.Keep(
-                        last=self.machine.keep_last,
-                        every=self.machine.keep_every_steps,
-                        steps=ranked if self.machine.keep_best > 1 else (),  # a single best has its own name
-                    ),
-                )
-            )
+        best_of = [split for split in self.results if self._is_best(split, module.step)]
+        self.saver.save(module, _optimizer(trainer), self.progress, best_of=best_of)
         self._saved = (module.step, self.progress.evaluated)
-
-    def _finish_writing(self) -> None:
-        """Waits for the write that is under way; its error is raised on all ranks. Entered by all of them."""
-        error = None
-        try:
-            self.writer.wait()
-        except OSError as caught:
-            error = str(caught)
-        if (error := broadcast(error)) is not None:
-            raise OSError(error)
 
     def _is_best(self, split: str, step: int) -> bool:
         return any(key.startswith(f"{split}/") and at == step for key, at in self.progress.best_step.items())

@@ -12,34 +12,27 @@ A file is torch's zip format with plain containers only, so that torch's safe lo
     config      the recipe part as YAML text
     versions    {package: version}
 
-In the folder: `step-000001234.ckpt`, one file a save; `last.ckpt`, `best.ckpt`, `best_ema.ckpt`, further names of some of them.
+Where weights are cut over several processes it is a folder of such files, one from each process (see sharded.py). The names of
+checkpoints are in checkpoint_files.py.
 """
 
-import contextlib
-import os
-import re
-import shutil
-import zipfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from vitfw import checkpoint_files as files
+from vitfw import sharded
+from vitfw.checkpoint_files import LAST, CheckpointError, Keep, best_name, step_files
 from vitfw.ema import Ema
 from vitfw.parallel import whole
+from vitfw.sharded import Scattered, Team
 
 FORMAT = 1
-LAST = "last.ckpt"
-_STEP_FILE = re.compile(r"step-(\d{9})\.ckpt")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the text names the file and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,29 +48,24 @@ class Progress:
     ranking: dict[str, list[list[float]]] = field(default_factory=dict)  # {metric: [[value, step], ...]}, best first
 
 
-@dataclass(frozen=True, kw_only=True)
-class Keep:
-    """Which checkpoints stay: the newest `last`, multiples of `every` steps (0: none), and the `steps` named."""
+def collect(
+    task: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None, *, keep: bool = True, cut: bool = False
+) -> dict[str, Any]:
+    """The tensors of a run as CPU tensors of their own, keyed by name: training may go on while they are written.
 
-    last: int = 2
-    every: int = 0
-    steps: Collection[int] = ()
-
-
-def collect(task: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None, *, keep: bool = True) -> dict[str, Any]:
-    """The tensors of a run as whole CPU tensors of their own, keyed by name: training may go on while they are written.
-
-    Called on all ranks, since shards are gathered here; ranks that do not `keep` them get an empty dict.
+    Called on all ranks. Tensors are whole, shards are gathered, and ranks that do not `keep` them get an empty dict; or
+    every rank gets its pieces of the `cut` ones, and the one that is to `keep` them also all else.
     """
+    take = sharded.piece_of if cut else whole
     state = {
-        "model": {name: whole(value, keep=keep) for name, value in task.state_dict().items()},
+        "model": {name: take(value, keep=keep) for name, value in task.state_dict().items()},
         "optimizer": {
-            name: {key: whole(value, keep=keep) for key, value in entry.items()}
+            name: {key: take(value, keep=keep) for key, value in entry.items()}
             for name, entry in _optimizer_entries(optimizer)
         },
-        "ema": None if ema is None else {name: whole(value, keep=keep) for name, value in ema.state_dict().items()},
+        "ema": None if ema is None else {name: take(value, keep=keep) for name, value in ema.state_dict().items()},
     }
-    return state if keep else {}
+    return state if keep or cut else {}
 
 
 def _optimizer_entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[str, Any]]]:
@@ -90,7 +78,8 @@ def _optimizer_entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, dict
 
 
 def restore(state: Mapping[str, Any], task: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> None:
-    """Puts a checkpoint's tensors into a built task and optimiser, whatever their sharding. Names and shapes must agree.
+    """Puts a checkpoint's tensors into a built task and optimiser, whatever their sharding: each rank reads its own values.
+    Names and shapes must agree.
 
     Raises CheckpointError that lists what is missing, unexpected or of another shape.
     """
@@ -104,6 +93,8 @@ def restore(state: Mapping[str, Any], task: nn.Module, optimizer: torch.optim.Op
         raise CheckpointError(f"the checkpoint has optimiser state for {name}, which this run does not train")
     for name in named.keys() - state["optimizer"].keys():
         raise CheckpointError(f"the checkpoint has no optimiser state for {name}, which this run trains")
+    if ema is not None:
+        check_names(ema.state_dict(), state["ema"], "averaged weights")
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(_like(state["model"][name], value))
@@ -114,12 +105,12 @@ def restore(state: Mapping[str, Any], task: nn.Module, optimizer: torch.optim.Op
     for group in optimizer.param_groups:
         count = state["optimizer"][group["names"][0]].get("group_step")
         if count is not None:
-            group["step"] = count.clone() if isinstance(count, Tensor) else count
+            group["step"] = _like(count, torch.empty(())) if isinstance(count, Tensor | Scattered) else count
     if ema is not None:
-        ema.load_state_dict(state["ema"])
+        ema.load_state_dict({name: _like(state["ema"][name], value) for name, value in ema.state_dict().items()})
 
 
-def check_names(own: Mapping[str, Tensor], stored: Mapping[str, Tensor], what: str) -> None:
+def check_names(own: Mapping[str, Tensor], stored: Mapping[str, Tensor | Scattered], what: str) -> None:
     """Raises CheckpointError unless both hold the same names with the same shapes."""
     faults = [f"missing {name}" for name in own if name not in stored]
     faults += [f"unexpected {name}" for name in stored if name not in own]
@@ -138,11 +129,6 @@ def named_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]
     return [pair for group in optimizer.param_groups for pair in zip(group["names"], group["params"], strict=True)]
 
 
-def best_name(split: str) -> str:
-    """`best.ckpt` for the raw weights' best evaluation (split val), `best_ema.ckpt` for the averaged weights' (val_ema)."""
-    return f"best{split.removeprefix('val')}.ckpt"
-
-
 def save(
     folder: Path,
     state: Mapping[str, Any],
@@ -152,90 +138,47 @@ def save(
     versions: Mapping[str, str],
     best_of: Sequence[str] = (),
     keep: Keep | None = None,
+    team: Team | None = None,
 ) -> Path:
     """Writes the checkpoint of this step in one go, gives it the name `last.ckpt` and that of each split in `best_of`,
-    and removes what `keep` does not name. Rank 0 only.
+    and removes what `keep` does not name. Called on rank 0; with a `team`, on all its ranks, each with its own pieces.
 
-    A kill at any moment leaves the files of earlier steps as they are. Raises OSError when the disk does not take it.
+    A kill at any moment leaves what was saved at earlier steps as it is. Raises OSError when the disk does not take it.
     """
-    for stale in folder.glob(".*.tmp"):  # of an attempt that was killed while it wrote
-        stale.unlink(missing_ok=True)
-    path = folder / f"step-{progress.step:09d}.ckpt"
-    temporary = folder / f".{path.name}.tmp"
+    path = files.step_path(folder, progress.step)
+    temporary = folder / f".{path.name}.{progress.attempt}.tmp"
     content = {"format": FORMAT, "progress": asdict(progress), **state, "config": config, "versions": dict(versions)}
+    is_main = team is None or team.rank == 0
+    if is_main:
+        files.clear_stale(folder, but=temporary)
     try:
-        with temporary.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        verify(temporary)  # reads back what the disk holds, checksums included
+        if team is None:
+            files.write_file(temporary, content)
+        else:
+            sharded.write(temporary, content, team)
     except (OSError, RuntimeError, CheckpointError) as error:  # torch reports a full disk as RuntimeError
-        temporary.unlink(missing_ok=True)
+        if is_main:
+            files.remove(temporary)
         raise OSError(f"checkpoint {path} could not be written, the ones before it still stand: {error}") from error
-    temporary.replace(path)
-    for name in (LAST, *map(best_name, best_of)):
-        _link(path, folder / name)
-    _sync_folder(folder)
-    _prune(folder, keep or Keep())
+    if is_main:
+        files.publish(temporary, path, names=[LAST, *map(best_name, best_of)], keep=keep or Keep())
     return path
-
-
-def _prune(folder: Path, keep: Keep) -> None:
-    files = step_files(folder)
-    for step, path in files[keep.last :]:
-        if step not in keep.steps and not (keep.every and step % keep.every == 0):
-            path.unlink()
-
-
-def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file) of the saved steps in a run's checkpoint folder, the newest first."""
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP_FILE.fullmatch(path.name))]
-    return sorted(found, reverse=True)
-
-
-class Writer:
-    """Runs one write at a time beside the training; the next one waits until the last is done."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[Any] | None = None
-
-    def start(self, write: Callable[[], Any]) -> None:
-        """Raises what the write before this one raised."""
-        self.wait()
-        self._pending = self._thread.submit(write)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last write has ended with an error; `wait` raises it."""
-        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
-
-    def wait(self) -> None:
-        """Until nothing is pending. Raises the error of the write, once."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
 
 
 def verify(path: Path) -> None:
     """Reads every byte of a checkpoint and compares checksums. Raises CheckpointError."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if damaged is not None:
-        raise CheckpointError(f"{path}: entry {damaged} is damaged")
+    sharded.verify(path) if path.is_dir() else files.verify_file(path)
 
 
-def load(path: Path) -> dict[str, Any]:
-    """A checkpoint's content, tensors mapped from disk. Raises CheckpointError when it is damaged, foreign or newer."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged file raises anything from KeyError to UnpicklingError
-        raise CheckpointError(
-            f"{path}: cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from error
+def load(path: Path, *, pieces: bool = False) -> dict[str, Any]:
+    """A checkpoint's content, tensors mapped from disk. Those of a folder are put together when they are asked for, or left
+    in `pieces`, for `restore`. Raises CheckpointError when it is damaged, foreign or newer."""
+    if path.is_dir():
+        state = sharded.load(path) if pieces else sharded.open_whole(path)
+    else:
+        state = files.read_file(path)
+        if isinstance(state, dict) and "part" in state:
+            raise CheckpointError(f"{path}: is one part of a checkpoint; name its folder {path.parent}")
     if not isinstance(state, dict) or "progress" not in state or "model" not in state:
         raise CheckpointError(f"{path}: is not a vitfw checkpoint; to start from foreign weights use weights={path}")
     if state["format"] > FORMAT:
@@ -264,47 +207,29 @@ def newest(folder: Path) -> tuple[Path, Progress, list[str]] | None:
 
 def _candidates(folder: Path) -> list[Path]:
     """Files to continue from, the best first: saved steps, and a `last.ckpt` that somebody put there by itself."""
-    files = [path for _, path in step_files(folder)] if folder.is_dir() else []
+    saved = [path for _, path in step_files(folder)] if folder.is_dir() else []
     last = folder / LAST
-    return [*files, last] if last.exists() and not any(last.samefile(path) for path in files) else files
+    return [*saved, last] if last.exists() and not any(last.samefile(path) for path in saved) else saved
 
 
-def _like(value: Tensor, target: Tensor) -> Tensor:
-    """`value` on the target's device, cut as the target is cut."""
-    if isinstance(target, DTensor):
-        # every rank holds the whole value and takes its part: nothing is sent
-        whole_value = value.to(target.device)
-        return distribute_tensor(whole_value, target.device_mesh, target.placements, src_data_rank=None)
-    return value.to(target.device, copy=True)
+def _like(value: Tensor | Scattered, target: Tensor) -> Tensor:
+    """`value` on the target's device, cut as the target is cut. Every rank reads its own part and nothing is sent."""
+    stored = sharded.scattered(value)
+    if not isinstance(target, DTensor):
+        return stored.whole().to(target.device, copy=True)
+    local = stored.box(*sharded.box_of(target)).to(target.device, copy=True)
+    layout = {"shape": target.shape, "stride": target.stride()}
+    return DTensor.from_local(local.contiguous(), target.device_mesh, target.placements, run_check=False, **layout)
 
 
 def _placed(key: str, value: Any, parameter: Tensor, fused: bool) -> Any:
     """One entry of an optimiser's state, where the optimiser wants it: what has the parameter's shape lies where the
     parameter lies; a counter on the CPU, but on the parameter's device for fused optimisers.
     """
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor | Scattered):
         return value
     if key != "step" and value.shape == parameter.shape:
         return _like(value, parameter)
-    if value.numel() == 1:
-        return value.to(parameter.device, copy=True) if fused else value.clone()
+    if value.shape.numel() == 1:
+        return _like(value, torch.empty((), device=parameter.device if fused else "cpu"))
     raise CheckpointError(f"optimiser state {key} is {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
-
-
-def _link(source: Path, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)  # the same bytes under a second name; `last` is replaced, never written into
-    except OSError:
-        shutil.copyfile(source, temporary)
-    temporary.replace(target)
-
-
-def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some network file systems do not take it; the rename is still in order
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,7 +1,8 @@
 """`vitfw checkpoint info|diff|average|consolidate`: what is in a checkpoint, what two differ in, and new files from them."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from vitfw import checkpoint
 from vitfw.checkpoint import CheckpointError, Progress
+from vitfw.checkpoint_files import write_file
 from vitfw.run import package_versions
+from vitfw.sharded import Scattered, is_folder, scattered
 
 Which = Literal["raw", "ema"]
 
@@ -27,7 +30,7 @@ def info(path: Path) -> str:
     progress = Progress(**state["progress"])
     best = ", ".join(f"{key} {value:.4g} (step {progress.best_step[key]:,})" for key, value in progress.best.items())
     rows = [
-        ("file", f"{path}, {path.stat().st_size / 1e6:.2f} MB, format {state['format']}, checksums right"),
+        ("file", f"{path}, {_bytes(path) / 1e6:.2f} MB, format {state['format']}, checksums right"),
         ("progress", f"step {progress.step:,}, {progress.images:,} images, attempt {progress.attempt}"),
         ("best", best or "nothing was evaluated"),
         ("weights", size_text(state["model"].values())),
@@ -41,15 +44,23 @@ def info(path: Path) -> str:
     return "\n".join(f"  {name:<12}{text}" for name, text in rows)
 
 
+def _bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+
+
 def average_text(ema: Mapping[str, Tensor] | None) -> str:
     return "none" if ema is None else f"{size_text(ema.values())}, {int(ema['updates']):,} updates"
 
 
-def size_text(values: Any) -> str:
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    kinds = sorted({str(value.dtype).removeprefix("torch.") for value in tensors})
-    size = sum(value.numel() * value.element_size() for value in tensors)
-    return f"{len(tensors)} tensors, {sum(value.numel() for value in tensors):,} values, {size / 1e6:.2f} MB, {', '.join(kinds)}"
+def size_text(values: Iterable[Any]) -> str:
+    """Of the tensors among the values; one is held at a time."""
+    count = numbers = size = 0
+    kinds: set[str] = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            count, numbers, size = count + 1, numbers + value.numel(), size + value.numel() * value.element_size()
+            kinds.add(str(value.dtype).removeprefix("torch."))
+    return f"{count} tensors, {numbers:,} values, {size / 1e6:.2f} MB, {', '.join(sorted(kinds))}"
 
 
 @dataclass(frozen=True)
@@ -66,13 +77,13 @@ def differences(one: Path, other: Path) -> list[Difference]:
 
     Raises CheckpointError for a damaged or foreign file.
     """
-    first, second = (dict(flat(checkpoint.load(resolve(path)))) for path in (one, other))
+    first, second = (dict(flat(checkpoint.load(resolve(path), pieces=True))) for path in (one, other))
     found = []
     for name in dict.fromkeys([*first, *second]):
         if name not in first or name not in second:
             found.append(Difference(name, f"only in {one if name in first else other}", float("inf")))
             continue
-        mine, theirs = first[name], second[name]
+        mine, theirs = first[name].whole(), second[name].whole()
         if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
             kinds = " and ".join(f"{tuple(value.shape)} {value.dtype}" for value in (mine, theirs))
             found.append(Difference(name, kinds, float("inf")))
@@ -96,15 +107,15 @@ def diff_text(one: Path, other: Path, *, limit: int = 20) -> str:
     return "\n".join(lines) if lines else "  equal bit for bit"
 
 
-def flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Scattered]]:
     """(path inside the file, tensor)."""
     for part in ("model", "ema"):
         for name, value in (state[part] or {}).items():
-            yield f"{part}/{name}", value
+            yield f"{part}/{name}", scattered(value)
     for name, entry in state["optimizer"].items():
         for key, value in entry.items():
-            if isinstance(value, Tensor):
-                yield f"optimizer/{name}/{key}", value
+            if isinstance(value, Tensor | Scattered):
+                yield f"optimizer/{name}/{key}", scattered(value)
 
 
 def average(paths: Sequence[Path], out: Path, *, which: Which = "raw") -> Path:
@@ -128,14 +139,24 @@ def average(paths: Sequence[Path], out: Path, *, which: Which = "raw") -> Path:
     return write_weights(out, mean, states[-1])
 
 
-def consolidate(path: Path, out: Path, *, which: Which = "raw") -> Path:
-    """Writes a checkpoint's weights alone, without optimiser and average: a quarter of the size, for giving away.
+def consolidate(path: Path, out: Path, *, which: Which | Literal["all"] = "raw") -> Path:
+    """Writes a checkpoint as one file: `which` weights alone, a quarter of the size, for giving away; or with all
+    that it holds, so that a run goes on from it.
 
     Raises CheckpointError for a damaged or foreign file, and for averaged weights where there are none.
     """
     checkpoint.verify(resolve(path))
     state = checkpoint.load(resolve(path))
+    if which == "all":
+        return write_new(out, _plain(state))
     return write_weights(out, weights_of(state, path, which), state)
+
+
+def _plain(tree: Any) -> Any:
+    """With tensors of their own: a part of a mapped file would take the whole of it along."""
+    if isinstance(tree, Mapping):
+        return {name: _plain(value) for name, value in tree.items()}
+    return tree.clone() if isinstance(tree, Tensor) else tree
 
 
 def weights_of(state: Mapping[str, Any], path: Path, which: Which) -> dict[str, Tensor]:
@@ -149,29 +170,32 @@ def weights_of(state: Mapping[str, Any], path: Path, which: Which) -> dict[str, 
 
 def write_weights(out: Path, weights: Mapping[str, Tensor], source: Mapping[str, Any]) -> Path:
     """A file of the same format with weights alone. Refuses to replace a file."""
-    if out.exists():
-        raise CheckpointError(f"{out}: exists already; choose another name")
-    out.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "format": checkpoint.FORMAT,
         "progress": asdict(Progress(**source["progress"])),
-        "model": {name: value.clone() for name, value in weights.items()},
+        "model": _plain(weights),
         "optimizer": {},
         "ema": None,
         "preprocessing": source.get("preprocessing"),
         "config": source["config"],
         "versions": package_versions(),
     }
+    return write_new(out, content)
+
+
+def write_new(out: Path, content: Mapping[str, Any]) -> Path:
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out}: exists already; choose another name")
+    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.tmp")
-    torch.save(content, temporary)
-    checkpoint.verify(temporary)
+    write_file(temporary, dict(content))
     temporary.replace(out)
     return out
 
 
 def resolve(path: Path) -> Path:
-    """A file as it is; of a run folder its last checkpoint."""
-    if path.is_dir():
+    """A checkpoint as it is; of a run folder its last one."""
+    if path.is_dir() and not is_folder(path):
         for folder in (path / "checkpoints", path):
             if (folder / checkpoint.LAST).exists():
                 return folder / checkpoint.LAST
@@ -184,7 +208,8 @@ def resolve(path: Path) -> Path:
 def main(words: list[str]) -> int:
     """info|diff|average|consolidate FILES: what is in a checkpoint, what two differ in, new files from them
 
-    A file may also be a run folder: its last checkpoint. Status of diff: 0 equal, 1 different. Raises CheckpointError.
+    A file may also be a checkpoint in parts, or a run folder: its last one. Status of diff: 0 equal, 1 different. Raises
+    CheckpointError.
     """
     parser = argparse.ArgumentParser(prog="vitfw checkpoint", description=(main.__doc__ or "").splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
@@ -194,11 +219,12 @@ def main(words: list[str]) -> int:
     both.add_argument("other", type=Path)
     mean = actions.add_parser("average", help="the mean of several, as weights")
     mean.add_argument("file", type=Path, nargs="+")
-    alone = actions.add_parser("consolidate", help="the weights alone")
+    alone = actions.add_parser("consolidate", help="the weights alone, or one file of a checkpoint in parts")
     alone.add_argument("file", type=Path)
     for action in (mean, alone):
         action.add_argument("--out", type=Path, required=True, help="file to write; must not exist")
-        action.add_argument("--which", choices=("raw", "ema"), default="raw", help="raw or averaged weights")
+    mean.add_argument("--which", choices=("raw", "ema"), default="raw", help="raw or averaged weights")
+    alone.add_argument("--which", choices=("raw", "ema", "all"), default="raw", help="weights alone, or all there is")
     given = parser.parse_args(words)
     if given.action == "info":
         print(info(given.file))

@@ -118,7 +118,7 @@ def build_fit(
 ) -> Fit:
     """Finds where the run stands and builds everything from there. Called on all ranks."""
     found = newest_checkpoint(run.checkpoints, is_main=launch.is_main)
-    state = checkpoint.load(found[0]) if found else None
+    state = checkpoint.load(found[0], pieces=True) if found else None
     progress = found[1] if found else checkpoint.Progress()
     if found is None and run.attempt > 0 and launch.is_main and (run.folder / "metrics.jsonl").exists():
         print(

@@ -43,6 +43,12 @@ class MachineConfig:
     keep_every_steps: int = field(
         default=0, metadata={"help": "checkpoints at multiples of this many steps are kept for ever; 0: none"}
     )
+    checkpoint_format: Literal["auto", "file", "sharded"] = field(
+        default="auto",
+        metadata={
+            "help": "file, or sharded: a folder into which each process writes its pieces; auto: where weights are cut"
+        },
+    )
     stop_signal: Literal["USR1", "USR2"] = field(
         default="USR1", metadata={"help": "signal that means save and stop, beside TERM and INT"}
     )

@@ -37,6 +37,7 @@ from vitfw.models.load_report import LoadConfig
 from vitfw.models.preprocess import Preprocessing
 from vitfw.models.reading import Which, read
 from vitfw.models.weights import load as load_weights
+from vitfw.sharded import is_folder
 from vitfw.tasks.task import Batch
 
 Section = TypeVar("Section")
@@ -112,7 +113,8 @@ def open_network(place: str, launch: Launch, machine: MachineConfig, *, which: W
     Raises ValueError where they do not say which network it is, or how images are prepared.
     """
     folder = Path(place)
-    if folder.is_dir() and not (folder / "config.json").exists() and not (folder / "export").exists():
+    exported = (folder / "config.json").exists() or (folder / "export").exists()
+    if folder.is_dir() and not exported and not is_folder(folder):
         place = str(folder / "checkpoints" / LAST)  # a run that has not finished
     source = read(place, which=which)
     network, classes = build_for(source)

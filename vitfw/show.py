@@ -27,6 +27,7 @@ from vitfw.models.preprocess import Preprocessing
 from vitfw.models.reading import Source, model_section, read
 from vitfw.opened import augment_of
 from vitfw.report.reconstruct import panel_of
+from vitfw.sharded import is_folder
 from vitfw.tasks.mae import MaeConfig, MaeTask, build_mae
 
 IMAGENET = Preprocessing(size=(224, 224), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -75,9 +76,10 @@ def open_mae(
     path = Path(place)
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints" / checkpoint.LAST
-    if not path.is_file() and not (path / "config.json").is_file():
+    in_parts = is_folder(path)
+    if not path.is_file() and not in_parts and not (path / "config.json").is_file():
         raise ValueError(f"{place}: no such checkpoint; give a run folder, a checkpoint, or a published file of MAE")
-    if path.suffix == ".ckpt":
+    if path.suffix == ".ckpt" or in_parts:
         return _open_own(path)
     task = _open_published(read(path), plain_target, heads)
     if task.encoder.in_channels != len(IMAGENET.mean):

@@ -175,7 +175,8 @@ def _open(config: Config, prepared: "Prepared", recipe: dict[str, Any], words: l
     from vitfw.run import open_run
 
     if config.resume == "changed" and (found := checkpoint.newest(config.folder / "checkpoints")) is not None:
-        checkpoint.check_names(prepared.task.state_dict(), checkpoint.load(found[0])["model"], "model")
+        stored = checkpoint.load(found[0], pieces=True)
+        checkpoint.check_names(prepared.task.state_dict(), stored["model"], "model")
     sets = {"train": prepared.train_set, "val": prepared.val_set}
     return open_run(
         config.folder,

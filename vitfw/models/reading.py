@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitfw import sharded
+from vitfw.checkpoint_files import CheckpointError
 from vitfw.models.architecture import Activation, Architecture
 from vitfw.models.preprocess import Preprocessing
 from vitfw.models.variants import ModelConfig, resolve
@@ -65,6 +67,11 @@ def read(place: str | Path, *, which: Which = "auto", trust: bool = False) -> So
     if text.startswith("timm:"):
         return _read_timm(text.removeprefix("timm:"))
     path = Path(text.removeprefix("local-dir:"))
+    if sharded.is_folder(path):
+        try:
+            return _read_own(path, sharded.open_whole(path), which)
+        except CheckpointError as error:
+            raise ValueError(f"weights={error}") from error
     if path.is_dir():
         return _read_folder(path, which=which, trust=trust)
     if not path.is_file():
@@ -239,7 +246,8 @@ def _read_own(path: Path, tree: Mapping[str, Any], which: Which) -> Source:
 
 def model_section(path: str | Path) -> ModelConfig | None:
     """The `model` section of a checkpoint of vitfw."""
-    return _section(_load_pickle(Path(path), trust=False))
+    folder = Path(path)
+    return _section(sharded.load(folder) if sharded.is_folder(folder) else _load_pickle(folder, trust=False))
 
 
 def _recipe(tree: Mapping[str, Any]) -> dict[str, Any]:

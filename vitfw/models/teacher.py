@@ -18,6 +18,7 @@ from vitfw.models.load_report import LoadConfig
 from vitfw.models.preprocess import Preprocessing
 from vitfw.models.reading import read
 from vitfw.models.weights import load
+from vitfw.sharded import is_folder
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation of each channel, for images in 0 to 1
 
@@ -147,14 +148,19 @@ def _from_timm(name: str) -> tuple[nn.Module, Preprocessing]:
 
 def _from_disk(place: str) -> tuple[nn.Module, Preprocessing | None]:
     folder = Path(place.removeprefix("local-dir:"))
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    in_parts = is_folder(folder)  # a checkpoint
+    if folder.is_dir() and not in_parts and not (folder / "config.json").is_file():
         if not (folder / "export" / "config.json").is_file():
             raise ValueError(
                 "the folder has neither config.json nor export/config.json; of a run that has not finished name a "
                 "checkpoint, such as checkpoints/best.ckpt"
             )
         folder = folder / "export"
-    if folder.is_dir() and "architecture" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+    if (
+        folder.is_dir()
+        and not in_parts
+        and "architecture" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    ):
         return _from_timm(f"local-dir:{folder}")
     source = read(folder)
     net, classes = build_for(source)
