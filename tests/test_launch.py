@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import ROOT, TINY, tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -180,6 +182,22 @@ def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         words = f"could not join the others at 127.0.0.1:{port} within 2 s .*another job may hold the port"
         with pytest.raises(ConnectionError, match=words):
             join_processes(Launch("torchrun", 0, 2, 0, 2), MachineConfig(device="cpu", rendezvous_seconds=2))
+
+
+def test_each_process_of_a_node_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first collective: objects are sent by way of the current GPU, and NCCL refuses one GPU for two ranks."""
+    store, calls = dist.HashStore(), []
+    store.set("here/0", "1")
+    monkeypatch.setattr("vitfw.launch.uses_gpu", lambda machine: True)
+    monkeypatch.setattr("vitfw.launch.TCPStore", lambda *args, **options: store)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("current", device)))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *args, **options: calls.append(("join", options["device_id"]))
+    )
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29613")
+    join_processes(Launch("torchrun", 1, 2, 1, 2), MachineConfig())
+    assert calls == [("current", torch.device("cuda", 1)), ("join", torch.device("cuda", 1))]
 
 
 def test_two_jobs_at_once_on_one_host(tmp_path: Path) -> None:

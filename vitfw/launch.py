@@ -178,6 +178,10 @@ def join_processes(launch: Launch, machine: MachineConfig) -> None:
     """
     backend = "nccl" if uses_gpu(machine) else "gloo"
     device = device_of(launch, machine) if uses_gpu(machine) else None
+    if device is not None:
+        torch.cuda.set_device(
+            device
+        )  # what `broadcast` sends goes by the current device, which would be the first for all
     if launch.world == 1:
         if resolve_strategy(launch, machine) in ("fsdp2", "hsdp"):  # shards need a group, even one of a single process
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)
