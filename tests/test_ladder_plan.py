@@ -104,6 +104,22 @@ def test_words_for_all_rungs__the_grid_reads_images_and_network_and_no_training(
     assert unread(dict(word.split("=") for word in read + left)) == left
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["recipe=ladder", "full.model.pool=gap"], r"the head of probe .* model.pool=cls, and full has model.pool=gap"),
+        (["recipe=mae_b_stages"], r"the head of probe .* model.pool=cls, and full has model.pool=gap; make them equal"),
+        (
+            ["recipe=ladder", "model.pool=gap", "full.model.final_norm=pooled"],
+            r"model.final_norm=tokens, and full has model.final_norm=pooled",
+        ),
+    ],
+)
+def test_a_head_is_not_carried_to_where_it_would_read_something_else(words: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        run([*words, "dry_run=true", "ladder.carry_head=true"])
+
+
 # Stages
 
 

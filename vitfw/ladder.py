@@ -31,6 +31,7 @@ from vitfw.ladder_plan import (
     unread,
 )
 from vitfw.launch import Launch, broadcast, check_launch, detect_launch, join_processes, set_threads
+from vitfw.models.variants import ModelConfig, resolve
 from vitfw.opened import evaluation_set, open_network
 from vitfw.run import write_text
 
@@ -122,6 +123,23 @@ def _check(plan: Plan, configs: dict[str, Config], launch: Launch) -> None:
             raise ConfigError(
                 f"{stage}.{left[0]}: the rung {stage} chooses its head on stored features and does not read it; set "
                 "grid.KEY (rates, epochs, batch, ...), or train it as a run with ladder.probe=train"
+            )
+    if plan.ladder.carry_head:
+        first, *others = plan.ladder.rungs
+        for rung in others:
+            _check_carried(first, configs[first].model, rung, configs[rung].model)
+
+
+def _check_carried(first: str, below: ModelConfig, rung: str, above: ModelConfig) -> None:
+    """Refuses to carry a head to a rung where it would read another vector than it was trained on."""
+    if below.variant.startswith("timm:") or above.variant.startswith("timm:"):
+        return
+    mine, theirs = resolve(below), resolve(above)
+    for key in ("pool", "final_norm", "pre_head"):
+        if getattr(mine, key) != getattr(theirs, key):
+            raise ConfigError(
+                f"ladder.carry_head=true: the head of {first} is trained with model.{key}={getattr(mine, key)}, and {rung} "
+                f"has model.{key}={getattr(theirs, key)}; make them equal, or let each rung begin with a head of its own"
             )
 
 
