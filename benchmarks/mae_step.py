@@ -1,6 +1,6 @@
 """Time of one MAE training step beside the supervised step of the same encoder and beside a plain port of MAE.
 
-    python benchmarks/mae_step.py --write docs/results.md [--cases s16:192x4x6] [--batch 2] [--rounds 3] [--device cuda]
+    python benchmarks/mae_step.py --write docs/results.md [--cases s16:192x4x6] [--batch 4] [--rounds 3] [--device cuda]
 
 Everything, in fp32 and under bfloat16 autocast, is timed in turns (one step of each, again and again), so that a busy machine
 hurts all alike; the median counts. Prints the ratios beside those counted in multiply-adds; with --write it replaces the section
@@ -25,6 +25,7 @@ from vitfw.models.masks import kept_patches
 from vitfw.models.model_config import ModelConfig
 from vitfw.models.patches import normalise_patches, patchify
 from vitfw.models.vit import ViT
+from vitfw.run import source_commit
 from vitfw.tasks.mae import MaeConfig, MaeTask, build_mae
 
 TITLE = "## Cost of an MAE step"
@@ -83,7 +84,7 @@ class PlainMae(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=CASES, help="ENCODER:WIDTHxDEPTHxHEADS of the decoder, with commas")
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--write", type=Path, help="the file whose section is replaced")
@@ -133,6 +134,7 @@ def compare(size: str, decoder: str, given: argparse.Namespace) -> str:
 def report(rows: list[str], given: argparse.Namespace) -> str:
     """The section."""
     clock = "CPU time of one thread" if given.device == "cpu" else "time"
+    commit = (source_commit() or "unknown")[:12]
     heads = ["encoder, decoder", "counted MAE : supervised", "fp32", "bf16", "with probe / MAE, fp32", "bf16"]
     heads += ["plain port / MAE, fp32", "bf16", "MAE step, fp32", "bf16"]
     return "\n".join(
@@ -140,8 +142,9 @@ def report(rows: list[str], given: argparse.Namespace) -> str:
             TITLE,
             "",
             f"`python benchmarks/mae_step.py`: forward, backward and AdamW at 224 pixels, {given.batch} images, {clock},",
-            f"median of {given.rounds} rounds in turns; torch {torch.__version__}, {platform.machine()}, {given.device}, "
-            f"{torch.get_num_threads()} thread. bf16: autocast, fp32 weights.",
+            f"median of {given.rounds} rounds in turns; commit {commit}, torch {torch.__version__}, {platform.machine()}, "
+            f"{given.device}, {torch.get_num_threads()} thread.",
+            "bf16: autocast, fp32 weights. Where other work shares the machine, differences of 5 % are noise.",
             "",
             f"| {' | '.join(heads)} |",
             "|" + "---|" * len(heads),
