@@ -111,7 +111,7 @@ def check_kind(folder: Path, *, grid: bool) -> None:
 def plan_text(config: Config, grid: GridConfig) -> str:
     """The rung in a dry run."""
     return (
-        f"features of data.train={config.data.train} in the evaluation view, once; then a head for each of "
+        f"features of data.train={config.data.train or 'not given'} in the evaluation view, once; then a head for each of "
         f"{len(grid.rates)} rates from {min(grid.rates):g} to {max(grid.rates):g} per 256 images on each pool that the "
         f"network's own head can read, {grid.epochs:g} passes, {grid.least_steps:,} steps or more; chosen on "
         f"{100 * grid.holdout:g} % of data.train (at least {grid.holdout_least}), which are held out. "
