@@ -1,6 +1,8 @@
 """Kills runs with -9 at random moments, again and again, and checks after each kill that nothing was lost or doubled.
 
-    python tests/soak.py [KILLS=200] [PROCESSES=1] [SEED=0]
+    python tests/soak.py [KILLS=200] [PROCESSES=1] [SEED=0] [key=value ...]
+
+Words such as machine.strategy=fsdp2 go to every run.
 
 tests/test_soak.py runs a few of them. Moments fall into start-up, training, evaluation, saving and export alike, because the
 time of each kill is drawn over a whole run's length.
@@ -15,6 +17,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -31,10 +34,10 @@ STEPS = 9
 WORDS = [*TINY, "machine.save_every_steps=1"]
 
 
-def soak(kills: int, processes: int, seed: int, folder: Path) -> dict[str, int]:
-    """Runs until `kills` processes were killed; returns what happened. Raises AssertionError at the first loss."""
+def soak(kills: int, processes: int, seed: int, folder: Path, words: Sequence[str] = ()) -> dict[str, int]:
+    """Runs until `kills` starts were killed; returns what happened. Raises AssertionError at the first loss."""
     reference = folder / "reference"
-    seconds = start(reference, processes).wait_for_end()
+    seconds = start(reference, processes, words).wait_for_end()
     assert status_of(reference) == "finished", "the run that nobody kills must finish"
     expected = losses(reference)
     draw, done = random.Random(seed), {"kills": 0, "runs": 0, "before the first checkpoint": 0}
@@ -43,7 +46,7 @@ def soak(kills: int, processes: int, seed: int, folder: Path) -> dict[str, int]:
         out = folder / f"run{done['runs']}"
         best = 0
         while status_of(out) != "finished":
-            job = start(out, processes)
+            job = start(out, processes, words)
             if done["kills"] < kills and job.kill_after(draw.uniform(0.0, 1.1 * seconds)):
                 done["kills"] += 1
             else:
@@ -116,8 +119,8 @@ class Job:
         return time.monotonic() - self.started
 
 
-def start(out: Path, processes: int) -> Job:
-    return Job([*WORDS, f"out={out}"], processes, out.with_suffix(".log"))
+def start(out: Path, processes: int, words: Sequence[str]) -> Job:
+    return Job([*WORDS, *words, f"out={out}"], processes, out.with_suffix(".log"))
 
 
 def status_of(out: Path) -> str:
@@ -155,7 +158,7 @@ def losses(out: Path) -> dict[int, tuple[float, tuple[str, ...]]]:
 
 
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[1:]]
+    numbers = [int(word) for word in sys.argv[1:] if "=" not in word]
     kills, processes, seed = [*numbers, *(200, 1, 0)[len(numbers) :]]
     with tempfile.TemporaryDirectory() as name:
-        print(soak(kills, processes, seed, Path(name)))
+        print(soak(kills, processes, seed, Path(name), [word for word in sys.argv[1:] if "=" in word]))
