@@ -1,5 +1,6 @@
 """Going on with masked autoencoding from a file: encoder and decoder in, what is not there said, what does not fit refused."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,15 @@ def test_show_reads_published_files_of_any_size(tmp_path: Path, capsys: pytest.C
         show.open_mae(place)
     with pytest.raises(ValueError, match=r"a decoder of 32 x 1 is not the published one .* give --decoder-heads"):
         show.open_mae(place, heads=(3, None))
+
+
+def test_show_reads_a_folder_of_the_transformers_library(tmp_path: Path) -> None:
+    save_file(
+        {k: v.contiguous() for k, v in in_transformers_names(published()).items()}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit_mae", "hidden_size": 48}))
+    task, _ = show.open_mae(str(tmp_path), heads=(3, 2))
+    torch.testing.assert_close(golden_loss(task), GOLDENS["norm.loss"][0], rtol=0, atol=1e-5)
 
 
 def test_show_knows_the_published_sizes(tmp_path: Path) -> None:
