@@ -15,6 +15,7 @@ from PIL import Image
 from torch import nn
 
 from vitfw.evaluate.multilabel import multilabel_scores
+from vitfw.evaluate_command import evaluate_place
 from vitfw.models.model_config import ModelConfig
 from vitfw.report.recorder import read_metrics
 from vitfw.tasks.multi_label import MultiLabelConfig, MultiLabelTask, build_multi_label
@@ -52,6 +53,59 @@ def test_scores_equal_the_evaluations_own(batch: int) -> None:
     assert found["loss"] == pytest.approx(
         F.binary_cross_entropy_with_logits(logits, labels, reduction="sum").item() / 12, rel=1e-5
     )
+
+
+def test_a_single_class_is_scored() -> None:
+    """A yes or no about one thing: torchmetrics drops the axis of the classes there."""
+    logits, labels = torch.tensor([[2.0], [-1.0], [0.5], [-3.0]]), torch.tensor([[1.0], [1.0], [0.0], [0.0]])
+    task = MultiLabelTask(Fixed(logits), num_classes=1, loss="sigmoid", smoothing=0.0).eval()
+    measures = task.measures()
+    task.measure({"image": torch.arange(4)[:, None, None, None].float(), "label": labels}, measures)
+    found, expected = task.results(measures), multilabel_scores(logits.numpy(), labels.numpy(), np.zeros(1))
+    for name in ("map", "f1_macro", "f1_micro", "classes_scored", "samples"):
+        assert found[name] == pytest.approx(expected[name]), name
+
+
+def multi_label_shard(path: Path, labels: list[list[int]]) -> str:
+    buffer, members = io.BytesIO(), []
+    Image.new("L", (8, 8)).save(buffer, "PNG")
+    for number, label in enumerate(labels):
+        text = json.dumps({"label": label}).encode()
+        members += [(f"{number:02d}.png", buffer.getvalue()), (f"{number:02d}.json", text)]
+    return str(write_tar(path, members))
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "classes"),
+    [
+        ([[0, 2], [1]], [[1]], 5),  # a head wider than both sets
+        ([[], []], [[], []], 5),  # nobody has a label
+        ([[0], [1]], [[7]], 8),  # only the evaluated images show the last class
+        ([[0, 4], [1]], [[1]], 0),  # the evaluated images show fewer than the trained ones
+        ([[0], []], [[0]], 1),
+    ],
+)
+def test_the_rows_are_as_wide_as_the_head(tmp_path: Path, train: list, val: list, classes: int) -> None:
+    shards = multi_label_shard(tmp_path / "t.tar", train * 4), multi_label_shard(tmp_path / "v.tar", val * 3)
+    words = tiny(
+        "task.name=multi_label", f"task.num_classes={classes}", f"data.train={shards[0]}", f"data.val={shards[1]}",
+        "task.smoothing=0.1", "data.fraction=1.0", "train.global_batch=4", "train.epochs=1", "optim.warmup_epochs=null",
+    )  # fmt: skip
+    assert main([*words, f"out={tmp_path / 'run'}"]) == 0
+    assert read_metrics(tmp_path / "run", "val")[-1]["samples"] == len(val) * 3
+    place, scored = str(tmp_path / "run"), any(val)
+    if scored:
+        results = evaluate_place(place, [f"data.val={shards[1]}", "machine.device=cpu", "machine.threads=1"])
+        assert results["scores"]["samples"] == len(val) * 3
+
+
+def test_a_second_head_needs_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether a key asks for it or the variant's name."""
+    shard = multi_label_shard(tmp_path / "s.tar", [[0], [1]] * 20)
+    words = ["task.name=multi_label", "model.variant=deit_ti2_distilled", "model.pool=cls", "model.class_token=true"]
+    words = tiny(*words, f"data.train={shard}", "data.val=null", "data.fraction=1.0", f"out={tmp_path / 'run'}")
+    assert main(words) == 2
+    assert "nothing would teach the distillation head; set model.distillation_token=false" in capsys.readouterr().err
 
 
 def test_one_setting_picks_loss_target_and_metrics(tmp_path: Path) -> None:
@@ -96,8 +150,6 @@ def test_what_does_not_fit_is_refused() -> None:
     small: dict[str, Any] = {"variant": "vit_ti4", "image_size": 8, "width": 24, "depth": 1, "heads": 2}
     with pytest.raises(ValueError, match=r"task.num_classes=2, and the training data has 3 classes"):
         build_multi_label(MultiLabelConfig(num_classes=2), ModelConfig(**small), num_classes=3)
-    with pytest.raises(ValueError, match=r"model.distillation_token=true: nothing would teach its head"):
-        build_multi_label(MultiLabelConfig(), ModelConfig(**small, distillation_token=True), num_classes=3)
     task = build_multi_label(MultiLabelConfig(), ModelConfig(**small), num_classes=3)
     with pytest.raises(ValueError, match=r"the data has one label an image; use task.name=classify"):
         task.losses({"image": torch.zeros(2, 3, 8, 8), "label": torch.zeros(2, dtype=torch.int64)}, 0.0)

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import timm
@@ -121,7 +122,7 @@ def test_a_rate_without_a_rule_is_refused(keys: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"lr": 0.0}, "optim.lr=0.0: must be above 0"),
+        ({"lr": 0.0}, "optim.lr=0.0: must be a finite number above 0"),
         ({"weight_decay": -0.1}, "optim.weight_decay=-0.1: must be a finite number of 0 or more"),
         ({"weight_decay": 0.0, "weight_decay_end": 0.4}, "optim.weight_decay=0 with optim.weight_decay_end"),
         ({"layer_decay": 1.5}, r"optim.layer_decay=1.5: must lie in \(0, 1\]"),
@@ -131,6 +132,14 @@ def test_a_rate_without_a_rule_is_refused(keys: dict, message: str) -> None:
         ({"name": "sgd", "betas": (0.9, 0.95)}, "sgd does not read it"),
         ({"name": "lamb", "nesterov": True}, "optim.nesterov=True: lamb does not read it"),
         ({"trust": 0.01}, "optim.trust=0.01: adamw does not read it; only lars do"),
+        ({"momentum": 0.0}, "optim.momentum=0.0: adamw does not read it"),
+        ({"name": "sgd", "eps": 0.0}, "optim.eps=0.0: sgd does not read it"),
+        ({"name": "lars", "trust": 0.0}, "optim.trust=0.0: must be a finite number above 0"),
+        ({"lr": float("inf")}, "optim.lr=inf: must be a finite number above 0"),
+        (
+            {"name": "sgd", "nesterov": True, "momentum": 0.0},
+            "optim.nesterov=true with optim.momentum=0.0: there is nothing",
+        ),
         ({"clip_norm": -1.0}, "optim.clip_norm=-1.0"),
     ],
 )
@@ -494,3 +503,21 @@ def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
         assert all(torch.equal(found["live"][name], start[name]) for name in start if name.startswith("blocks.0"))
     assert norms[0] > 0.1  # the clipping did act
     assert torch.equal(expected["swapped"]["head.bias"], expected["ema"]["head.bias"])
+
+
+@pytest.mark.parametrize("name", get_args(OptimConfig.__annotations__["name"]))
+@pytest.mark.parametrize(
+    "key",
+    [{"momentum": 0.0}, {"eps": 0.0}, {"betas": (0.0, 0.0)}, {"nesterov": True}, {"nesterov": True, "momentum": 0.0}],
+)
+def test_a_key_is_refused_with_the_words_or_built_and_stepped(name: str, key: dict) -> None:
+    """No value of a key passes the section and then fails in the optimiser."""
+    try:
+        config = OptimConfig(name=name, lr=0.1, **key)  # type: ignore[arg-type]
+    except ValueError as error:
+        assert str(error).startswith("optim.")
+        return
+    net = nn.Linear(3, 3)
+    groups = parameter_groups(net.named_parameters(), {"weight": 1, "bias": 1}, config, 1)
+    net(torch.ones(2, 3)).square().sum().backward()
+    build_optimizer(groups, config).step()

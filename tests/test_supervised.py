@@ -302,3 +302,18 @@ def test_small_images_are_handled_as_small_images(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert main(words) == 0
     assert read_metrics(tmp_path / "run", "val")[-1]["acc1"] > 90
+
+
+TWO_HEADS = ["model.distillation_token=true", "model.pool=cls", "model.class_token=true"]
+
+
+def test_a_second_head_needs_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such a network answers with two rows of logits while it trains."""
+    assert main(tiny(*TWO_HEADS, f"out={tmp_path / 'run'}")) == 2
+    assert "nothing would teach the distillation head; set model.distillation_token=false" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_frozen_network_with_two_heads_trains_both_on_the_labels(tmp_path: Path) -> None:
+    """It answers with their mean, in training as in evaluation: the probe of a distilled network."""
+    assert main(tiny(*TWO_HEADS, "freeze.rung=probe", "train.epochs=2", f"out={tmp_path / 'run'}")) == 0

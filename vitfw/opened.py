@@ -150,6 +150,8 @@ def evaluation_set(
     """The set data.SPLIT (or `samples`) in the evaluation view, at the weights' own size or another."""
     if samples is None:
         samples = open_split(data, split)
+    if samples.multi_label and samples.num_classes < opened.classes:
+        samples = samples.with_classes(opened.classes)  # no image of this set shows the head's last classes
     augment = augment_of(opened.preprocessing)
     pixels = opened.preprocessing.size if size is None else (size, size)
     to_device = BatchAugment(augment, channels=opened.channels).to(opened.device)

@@ -69,10 +69,10 @@ class OptimConfig(ScheduleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("lr", "base_lr", "base_batch"):
+        for key in ("lr", "base_lr", "base_batch", "trust"):
             value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise ValueError(f"optim.{key}={value}: must be above 0")
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"optim.{key}={value}: must be a finite number above 0")
         for key in ("weight_decay", "weight_decay_end", "clip_norm", "eps"):
             value = getattr(self, key)
             if value is not None and not (value >= 0 and math.isfinite(value)):
@@ -100,8 +100,13 @@ class OptimConfig(ScheduleConfig):
         }
         for key, names in read.items():
             value = getattr(self, key)
-            if value not in (None, False) and self.name not in names:
+            # by identity: a momentum of 0 equals False
+            if value is not None and value is not False and self.name not in names:
                 raise ValueError(f"optim.{key}={value}: {self.name} does not read it; only {', '.join(names)} do")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError(
+                f"optim.nesterov=true with optim.momentum={self.momentum}: there is nothing to look ahead with"
+            )
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ from vitfw.models.preprocess import Preprocessing
 from vitfw.models.preprocess import check as check_preprocessing
 from vitfw.models.probe_head import ProbeHead
 from vitfw.models.variants import ModelConfig, input_size
+from vitfw.models.vit import ViT
 from vitfw.optim import ResolvedRate, resolve_learning_rate
 from vitfw.schedules import Length, learning_rate, resolve_length
 from vitfw.seeding import derive, seed_all
 from vitfw.tasks import build_task
+from vitfw.tasks.distill import DistillTask
 from vitfw.tasks.mae import MaeTask
 from vitfw.tasks.task import Task
 
@@ -51,7 +53,7 @@ class Prepared:
 
 def prepare(config: Config, launch: Launch) -> Prepared:
     """Opens the data, resolves lengths, rates and batches, and builds the task. Raises ValueError naming key, value and fix."""
-    train_set, val_set = open_data(config.data)
+    train_set, val_set = open_data(config.data, num_classes=getattr(config.task, "num_classes", 0))
     length = resolve_length(config.train, len(train_set))
     rate = resolve_learning_rate(config.optim, length.global_batch)
     learning_rate(config.optim, rate.value, 0, length)  # refuses a warm-up longer than the run, an end above the peak
@@ -74,6 +76,7 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     preprocessing = evaluation_preprocessing(config.augment, config.model, train_set.classes)
     report = _load_weights(config, launch, task, preprocessing)
     freeze(task, config.freeze)
+    _check_heads(config, task)
     check_precision(task, config.guard.raise_precision, config.machine)
     augment = BatchAugment(
         config.augment, channels=config.model.in_channels, num_classes=task.num_classes, smoothing=task.smoothing
@@ -114,6 +117,17 @@ def _short_tune(
         return None
     places = {"rank": launch.rank, "world": launch.world, "images_per_device": images_per_device}
     return plan_short_tune(task.config, train_set, val_set, **places)
+
+
+def _check_heads(config: Config, task: Task) -> None:
+    """Refuses a network with a second head that this task would not teach. A frozen one answers with the mean of both."""
+    two_heads = isinstance(task.network, ViT) and task.network.arch.distillation_token and task.network.training
+    if two_heads and task.num_classes is not None and not isinstance(task, DistillTask):
+        raise ValueError(
+            f"task.name={config.task.name} with model.variant={config.model.variant}, model.distillation_token="
+            f"{config.model.distillation_token}: nothing would teach the distillation head; set "
+            "model.distillation_token=false, or use task.name=distill"
+        )
 
 
 def _check_labels(config: Config, task: Task, split: str, samples: Samples) -> None:

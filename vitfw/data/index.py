@@ -5,6 +5,7 @@ cache folder where that cannot be written, and built again when size or modifica
 are indexed in parallel.
 """
 
+import copy
 import os
 import warnings
 from collections import OrderedDict
@@ -32,7 +33,7 @@ class Samples:
     """N images of S shards (tars, or folders of files) by row 0..N-1, with keys and labels.
 
     names: S files or folders. starts [S + 1]: first row of each. sources [S]: which pattern of the list a shard came
-    from. classes: their names, if known. num_classes: their number, else the largest label + 1; 0 without labels.
+    from. classes: their names, if known. num_classes: as given, else their number, else the largest label + 1; 0 without labels.
     labelled: false for images without labels (pretraining).
     Files are opened on first use in each process, and the object pickles and forks cheaply.
     """
@@ -60,7 +61,8 @@ class Samples:
         values = self.table.label_value if self.multi_label else self.table.label
         self.labelled = self.multi_label or bool((self.table.label >= 0).any())
         highest = int(values.max()) + 1 if len(values) else 0
-        self.num_classes = len(classes) if classes is not None else highest if num_classes is None else num_classes
+        known = highest if classes is None else len(classes)
+        self.num_classes = known if num_classes is None else num_classes
 
     def _check_labels(self) -> None:
         values = self.table.label_value if self.multi_label else self.table.label
@@ -161,6 +163,14 @@ class Samples:
             sources=self.sources[filled],
             remote=self.remote,
         )
+
+    def with_classes(self, count: int) -> "Samples":
+        """The same images counted among `count` classes, at least those they have: so wide are rows of several labels."""
+        if count < self.num_classes:
+            raise ValueError(f"labels up to {self.num_classes - 1} do not fit among {count} classes")
+        other = copy.copy(self)
+        other.num_classes, other._open_files = count, OrderedDict()
+        return other
 
     def describe(self) -> str:
         """One line: images, shards, bytes, classes."""

@@ -109,9 +109,15 @@ def open_split(data: DataConfig, split: Literal["train", "val"]) -> Samples:
     return samples
 
 
-def open_data(data: DataConfig) -> tuple[Samples, Samples | None]:
-    """Training and evaluation samples; None where data.val is not given. Both must have the same classes."""
+def open_data(data: DataConfig, *, num_classes: int = 0) -> tuple[Samples, Samples | None]:
+    """Training and evaluation samples; None where data.val is not given. Both must have the same classes.
+
+    num_classes: of the head, where the task says so; it may have more classes than the training images show.
+    """
     train = open_split(data, "train")
+    wide = max(num_classes, train.num_classes)
+    if train.multi_label:
+        train = train.with_classes(wide)
     if data.val is None:
         return train, None
     val = open_split(data, "val")
@@ -120,12 +126,12 @@ def open_data(data: DataConfig) -> tuple[Samples, Samples | None]:
             f"data.train has {len(train.classes)} classes ({train.classes[0]}, ...), data.val has {len(val.classes)} "
             f"({val.classes[0]}, ...), and they differ; give data.classes"
         )
-    if train.labelled and val.labelled and val.num_classes > train.num_classes:
+    if train.labelled and val.labelled and val.num_classes > wide:
         raise ValueError(
             f"data.val has labels up to {val.num_classes - 1}, data.train only up to {train.num_classes - 1}; "
-            "give data.classes"
+            f"give data.classes, or task.num_classes={val.num_classes}"
         )
-    return train, val
+    return train, val.with_classes(wide) if val.multi_label and wide >= val.num_classes else val
 
 
 def _subset_rows(samples: Samples, data: DataConfig) -> np.ndarray:

@@ -77,12 +77,14 @@ class MultiLabelTask(Task):
     def results(self, measures: Mapping[str, Metric]) -> dict[str, float]:
         """map and f1_macro over the classes that occur, f1_micro, in percent; F1 at probability 0.5. The loss is summed over
         classes, mean over images."""
-        hits, claims, rejected, misses, support = measures["counts"].compute().double().unbind(1)  # [K] each
+        # of one class torchmetrics gives the row, or the number, itself
+        counts = measures["counts"].compute().double().reshape(self.classes, 5)
+        hits, claims, rejected, misses, support = counts.unbind(1)  # [K] each
         samples = (hits + claims + rejected + misses)[0].item()
         present = support > 0
         with warnings.catch_warnings():  # a class that does not occur is left out below
             warnings.filterwarnings("ignore", message="No positive samples found in target")
-            precision = measures["precision"].compute().double()
+            precision = measures["precision"].compute().double().reshape(self.classes)
         f1 = 2 * hits / (2 * hits + claims + misses).clamp(min=1)
         loss = measures["loss"].compute().item() / max(samples, 1.0)
         if loss != loss or not present.any():  # a model that answers NaN has no score, nor has a set without a label
@@ -120,7 +122,5 @@ def build_multi_label(config: MultiLabelConfig, model: ModelConfig, *, num_class
             f"task.num_classes={config.num_classes}, and the training data has {num_classes} classes: this task needs "
             "labelled data, and at least as many classes as the labels"
         )
-    if model.distillation_token:
-        raise ValueError("model.distillation_token=true: nothing would teach its head here; use task.name=distill")
     net = build_model(model, num_classes=wanted)
     return MultiLabelTask(net, num_classes=wanted, loss=config.loss, smoothing=config.smoothing)
