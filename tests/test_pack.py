@@ -101,7 +101,7 @@ def test_pack__resized_and_encoded(tmp_path):
         with pytest.raises(ValueError, match=words):
             PackOptions(**options)
     (tmp_path / "photos/a/bad.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"a/bad: .*mend or remove the image"):
+    with pytest.raises(ValueError, match=r"a/bad: .*mend it, or leave such images out"):
         quiet(str(tmp_path / "photos"), tmp_path / "again", options=PackOptions(encode="png"))
     with pytest.raises(ValueError, match=r"a/bad: bytes .* begin no accepted image format"):
         quiet(str(tmp_path / "photos"), tmp_path / "third")
@@ -137,7 +137,7 @@ def test_pack__csv_and_jsonl(tmp_path):
     for text, words in (
         ('{"path": "9.png", "label": 0}', "line 1: no such file: .*9.png"),
         ('{"label": 0}', "line 1: no path"),
-        ('{"path": "0.png", "label": 0}\n{"path": "1.png"}', "entry 2 has no label"),
+        ('{"path": "0.png", "label": 0}\n{"path": "1.png"}', "line 2: no label, while others have one"),
         ("[1]", "line 1: not an object"),
         ("{", "line 1: "),
     ):
@@ -225,7 +225,7 @@ def test_pack__restart_keeps_finished_shards_and_refuses_another_plan(tmp_path):
     kept = (out / "train-00000.tar").stat().st_mtime_ns
     quiet(root, out, options=PackOptions(shard_size=6))
     assert hashes(out) == whole and (out / "train-00000.tar").stat().st_mtime_ns == kept
-    with pytest.raises(ValueError, match="of another source or other options; remove them"):
+    with pytest.raises(ValueError, match=r"or other options, or the images have changed since; remove train\.json"):
         quiet(root, out, options=PackOptions(shard_size=7))
     quiet(root, out, prefix="val", options=PackOptions(shard_size=7))
     with pytest.raises(ValueError, match=r"classes.txt holds other classes"):

@@ -142,6 +142,9 @@ def shards(words: list[str]) -> int:
     packing.add_argument("--encode", choices=("keep", "jpeg", "png", "webp"), default="keep")
     packing.add_argument("--quality", type=int, default=95, help="of jpeg and webp, 1..100")
     packing.add_argument("--classes", help="file of class names, one a line")
+    packing.add_argument(
+        "--on-bad-image", choices=("raise", "skip"), default="raise", help="skip: leave it out and say so"
+    )
     packing.add_argument("--threads", type=int, default=4)
     for name, text in (
         ("verify", "decodes everything; status 1 where something is wrong"),
@@ -155,7 +158,8 @@ def shards(words: list[str]) -> int:
         from vitfw.data.pack import PackOptions, pack
 
         options = PackOptions(
-            shard_size=given.shard_size, seed=given.seed, short_side=given.short_side, encode=given.encode, quality=given.quality
+            shard_size=given.shard_size, seed=given.seed, short_side=given.short_side, encode=given.encode, quality=given.quality,
+            on_bad_image=given.on_bad_image,
         )  # fmt: skip
         bar = sys.stderr.isatty()
         pack(

@@ -6,6 +6,7 @@ With 1 or 3 channels, alpha is composed on a background, so that hidden colours 
 """
 
 import io
+import re
 import warnings
 
 import numpy as np
@@ -58,8 +59,13 @@ def decode(
                 return image
             converted = _convert(image, channels, background)
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        raise UndecodableError(f"{type(error).__name__}: {error}") from error
+        raise UndecodableError(f"{type(error).__name__}: {_without_address(error)}") from error
     return converted.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else converted
+
+
+def _without_address(error: BaseException) -> str:
+    """Pillow names the object that it read from, which says nothing to a reader and differs each time."""
+    return re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>", "", str(error)).strip()
 
 
 def _orientation(image: Image.Image) -> int:

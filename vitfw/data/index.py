@@ -8,7 +8,7 @@ are indexed in parallel.
 import copy
 import os
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from vitfw.data import table as tables
+from vitfw.data.manifest import lost_shards
 from vitfw.data.patterns import expand, is_remote, slice_bounds, split_list, split_slice
 from vitfw.data.remote import RemoteCache, default_folder, read_if_there
 from vitfw.data.shuffle import shuffled_rows
@@ -204,21 +205,35 @@ def open_samples(
     cache: folder for indexes that cannot be kept beside their shard, and for copies of remote shards (of cache_bytes
     in all); default see `remote.default_folder`.
     """
-    parts = []
+    parts, whole = [], []
     known = _read_classes(classes)
     remote = RemoteCache(folder=Path(cache) if cache is not None else default_folder(), limit=cache_bytes)
     for source, text in enumerate(split_list(pattern)):
         body, bounds = split_slice(text)
         samples = _open_source(expand(body), known, on_problem, remote, threads)
-        if bounds is not None:
+        if bounds is None:
+            whole += samples.names
+        else:
             first, last = slice_bounds(bounds, len(samples))
             samples = samples.select(shuffled_rows(len(samples), derive(0, "slice"))[first:last])
         samples.sources = np.full(len(samples.names), source, np.int32)
         parts.append(samples)
     samples = _join(parts, pattern)
+    _warn_of_shards(whole, samples, pattern)
     if samples.table.num_bytes > SHARED_ABOVE:
         samples.table = tables.shared(samples.table, remote.folder / "joined")
     return samples
+
+
+def _warn_of_shards(whole: list[str], samples: Samples, pattern: str) -> None:
+    """Of shards that are used twice as a whole, and of those that were packed and are not there."""
+    twice = next((name for name, count in Counter(whole).items() if count > 1), None)
+    if twice is not None:
+        warnings.warn(f"{pattern!r} names {twice} in two of its parts: its samples come twice", stacklevel=3)
+    lost = lost_shards(samples.names)
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        warnings.warn(f"{lost[0]}{more}; the set is smaller than what was packed", stacklevel=3)
 
 
 def _read_classes(classes: str | Sequence[str] | None) -> tuple[str, ...] | None:

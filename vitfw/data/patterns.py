@@ -8,13 +8,15 @@ s3://bucket/train-{00..63}.tar      remote shards
 """
 
 import re
+from fractions import Fraction
 from pathlib import Path
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "npy")
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_SLICE = re.compile(r"\[(\d*%?):(\d*%?)\]$")
+_SLICE = re.compile(r"\[((?:\d+(?:\.\d+)?%|\d*)):((?:\d+(?:\.\d+)?%|\d*))\]$")
+_LIKE_SLICE = re.compile(r"\[[^\[\]]*:[^\[\]]*\]$")
 
 
 def is_remote(name: str) -> bool:
@@ -44,6 +46,8 @@ def expand_braces(pattern: str) -> list[str]:
 
 def split_list(text: str) -> list[str]:
     """Splits at commas outside braces and brackets: `a-{x,y}.tar, b.tar` -> two patterns."""
+    if Path(text).exists():  # whatever signs its name holds
+        return [text]
     parts, depth, current = [], 0, ""
     for character in text:
         depth += (character in "{[") - (character in "}]")
@@ -60,7 +64,11 @@ def split_list(text: str) -> list[str]:
 
 def split_slice(pattern: str) -> tuple[str, tuple[str, str] | None]:
     """`train.tar[:99%]` -> (train.tar, ("", "99%")); without a slice the second value is None."""
-    found = _SLICE.search(pattern)
+    found = None if Path(pattern).exists() else _SLICE.search(pattern)
+    if found is None and (like := _LIKE_SLICE.search(pattern)) and not Path(pattern).exists():
+        raise ValueError(
+            f"pattern {pattern!r}: the slice {like[0]} is none; write [:99%], [99%:], [1000:] or [500:1000]"
+        )
     return (pattern[: found.start()], (found.group(1), found.group(2))) if found else (pattern, None)
 
 
@@ -71,9 +79,10 @@ def slice_bounds(bounds: tuple[str, str], num_samples: int) -> tuple[int, int]:
         if text == "":
             places.append(default)
         elif text.endswith("%"):
-            if int(text[:-1]) > 100:
+            share = Fraction(text[:-1])
+            if share > 100:
                 raise ValueError(f"slice [{bounds[0]}:{bounds[1]}]: {text} is over 100%")
-            places.append(num_samples * int(text[:-1]) // 100)
+            places.append(int(num_samples * share / 100))
         elif int(text) > num_samples:
             raise ValueError(f"slice [{bounds[0]}:{bounds[1]}]: the data set has {num_samples} samples only")
         else:
@@ -88,6 +97,8 @@ def expand(pattern: str) -> list[str]:
 
     Raises FileNotFoundError that names the missing file, or the pattern that matches nothing.
     """
+    if not is_remote(pattern) and Path(pattern).exists():  # whatever signs its name holds
+        return [str(Path(pattern))]
     names: list[str] = []
     for name in expand_braces(pattern):
         if is_remote(name):

@@ -1,7 +1,8 @@
 """One shard (a plain tar in WebDataset's layout) to the rows of an index, in one pass over its headers and labels.
 
-A sample is `KEY.IMAGE` beside `KEY.cls` (a number, or a class name) or `KEY.json` ({"label": 3} or {"labels": [1, 4]}).
-The key ends at the last dot, so names with dots, folders and capitals are kept apart. All members of a sample stand
+A sample is `KEY.IMAGE` beside `KEY.cls` (a number, or a class name) or `KEY.json` ({"label": 3} or {"labels": [1, 4]}, where
+numbers are numbers and texts are class names). The key ends at the last dot, so names with dots, folders and capitals are
+kept apart; `KEY.mask.png` beside `KEY.png` is refused, since it may be another sample or not. All members of a sample stand
 next to each other; whatever breaks this is a problem of that key, and the sample is never trained on silently.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitfw.data.patterns import IMAGE_EXTENSIONS
-from vitfw.data.table import Label, Table, make_table
+from vitfw.data.table import MAX_LABEL, Label, Table, make_table
 from vitfw.data.tar import Member, read_members
 
 LABEL_EXTENSIONS = ("cls", "json")
@@ -60,8 +61,8 @@ def _group(path: Path, name: str) -> tuple[dict[str, tuple[Member, dict[str, Mem
         extension = extension.lower()
         is_label = extension in LABEL_EXTENSIONS
         if not (is_label or extension in IMAGE_EXTENSIONS) or key.rpartition("/")[2].startswith("."):
-            continue  # captions, masks, hidden files: never read
-        if key != current and (key in images or key in labels):
+            continue  # captions, arrays, hidden files: never read
+        if key != current and (key in images or key in labels) and not (current and key.startswith(f"{current}.")):
             problem = (
                 f"{name}: the members of key {key!r} do not stand next to each other, or the key is repeated; "
                 "write them one after another (tar --sort=name)"
@@ -74,7 +75,8 @@ def _group(path: Path, name: str) -> tuple[dict[str, tuple[Member, dict[str, Mem
             problem = None
         if problem is not None:
             problems.setdefault(key, problem)
-        current = key
+        if current is None or not key.startswith(f"{current}."):  # what continues a key stands inside its sample
+            current = key
         if is_label:
             labels.setdefault(key, {})[extension] = member
         else:
@@ -83,6 +85,11 @@ def _group(path: Path, name: str) -> tuple[dict[str, tuple[Member, dict[str, Mem
         problems.setdefault(
             key, f"{name}: key {key!r} has a label but no image ({', '.join(IMAGE_EXTENSIONS[:4])}, ...)"
         )
+    for key in images:
+        base = next((key[:at] for at, sign in enumerate(key) if sign == "." and key[:at] in images), None)
+        if base is not None and key not in labels:
+            why = f"continues the key {base!r}, as a mask of it would; leave it out of the shard, or rename it"
+            problems.setdefault(key, f"{name}: key {key!r} {why}")
     sound = {key: (image, labels.get(key, {})) for key, image in images.items() if key not in problems}
     return sound, dict(sorted(problems.items()))
 
@@ -98,12 +105,27 @@ def _read_label(descriptor: int, members: dict[str, Member], numbers: dict[str, 
         raise ValueError(f"the json is a {type(content).__name__}, not an object with 'label' or 'labels'")
     value = content.get("labels", content.get("label"))
     if isinstance(value, list):
-        return tuple(_number(item, numbers) for item in value)
-    return None if value is None else _number(value, numbers)
+        return tuple(_named(item, numbers) for item in value)
+    return None if value is None else _named(value, numbers)
+
+
+def _named(value: object, numbers: dict[str, int]) -> int:
+    """In JSON a text that is a class name is that name, even where it looks like a number."""
+    return numbers[value] if isinstance(value, str) and value in numbers else _number(value, numbers)
+
+
+def is_ambiguous(name: str, number: int) -> bool:
+    """Whether a class name is itself a number, and another than the class's own: as text it may mean either."""
+    return name.isdecimal() and int(name) != number
 
 
 def _number(value: object, numbers: dict[str, int]) -> int:
     if isinstance(value, str) and value in numbers:
+        if is_ambiguous(value, numbers[value]):
+            raise ValueError(
+                f"the label {value!r} may be the class number {int(value)}, or the name of class {numbers[value]}; write it "
+                f'as json, {{"label": {numbers[value]}}}, or take the class list away'
+            )
         return numbers[value]
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"the label {value!r} is neither a number nor a class name")
@@ -112,6 +134,8 @@ def _number(value: object, numbers: dict[str, int]) -> int:
     except ValueError:
         known = f"the {len(numbers)} known classes" if numbers else "no class list was given"
         raise ValueError(f"the label {value!r} is not a number, and as a class name: {known}") from None
+    if number > MAX_LABEL:
+        raise ValueError(f"the label {number} is larger than any class number (up to {MAX_LABEL})")
     if number < 0:
         raise ValueError(f"the label {number} is negative; leave the label member away for unlabelled images")
     return number

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image
@@ -10,12 +11,20 @@ from vitfw.data.table import Label
 
 
 class Source(NamedTuple):
-    """keys [N] and labels [N] (None: unlabelled), classes or None, and load(i) -> encoded bytes of image i."""
+    """keys [N] and labels [N] (None: unlabelled), classes or None, load(i) -> encoded bytes of image i, and stamp(i), which is
+    another one when that image was changed (None: it cannot)."""
 
     keys: Sequence[str]
     labels: Sequence[Label]
     classes: tuple[str, ...] | None
     load: Callable[[int], bytes]
+    stamp: Callable[[int], str] | None = None
+
+
+def file_stamp(path: str | Path) -> str:
+    """Size and time of a file."""
+    status = Path(path).stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def png(image: Image.Image) -> bytes:

@@ -10,7 +10,8 @@ from typing import Any
 
 from vitfw.data.patterns import expand
 from vitfw.data.source import Source
-from vitfw.data.table import Label
+from vitfw.data.source_list import refuse_other_names
+from vitfw.data.table import MAX_LABEL, Label
 
 
 def from_arrow(name: str) -> Source:
@@ -19,16 +20,29 @@ def from_arrow(name: str) -> Source:
     images, label_column = _columns(name, table)
     column = table.column(images)
     labels: list[Label] = [None] * table.num_rows
-    if label_column is not None:
+    names = _class_names(table, label_column)
+    if label_column is None:
+        refuse_other_names(name, set(table.column_names))
+    else:
         for place, value in enumerate(table.column(label_column).to_pylist()):
-            labels[place] = tuple(value) if isinstance(value, list) else value
+            labels[place] = _label(f"{name}, row {place}", value, len(names) if names else MAX_LABEL + 1)
 
     def load(place: int) -> bytes:
         image = column[place].as_py()
+        if image is None or (image["bytes"] is None and image["path"] is None):
+            raise ValueError("there is no image in this row")
         return image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
 
     keys = [f"{place:08d}" for place in range(table.num_rows)]
-    return Source(keys, labels, _class_names(table, label_column), load)
+    return Source(keys, labels, names, load)
+
+
+def _label(where: str, value: Any, classes: int) -> Label:
+    """Raises ValueError for what is no number of a class."""
+    for item in value if isinstance(value, list) else [value]:
+        if item is None or not 0 <= item < classes:
+            raise ValueError(f"{where}: the label {item} is not one of the {classes:,} class numbers 0..{classes - 1}")
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _saved(folder: Path) -> Any:

@@ -1,6 +1,6 @@
 """Data sets of torchvision: torchvision:NAME:SPLIT:ROOT, for example torchvision:CIFAR10:train:/data.
 
-SPLIT goes to the set's own `split` argument, or to `train` (train: true, any other word: false); `-` leaves it out.
+SPLIT goes to the set's own `split` argument, or to `train` (train: true; test, val: false); `-` leaves it out.
 Nothing is downloaded. Where the set lists its files, their bytes are kept; images it keeps as arrays become PNG.
 """
 
@@ -8,12 +8,12 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from vitfw.data.source import Source, png
+from vitfw.data.source import Source, file_stamp, png
 from vitfw.data.table import Label
 
 
 def from_torchvision(name: str) -> Source:
-    """Raises ValueError for an unknown set or a malformed name; torchvision's own error where the files are missing."""
+    """Raises ValueError for an unknown set, a malformed name or split, and where torchvision does not find the files."""
     from torchvision import datasets
 
     parts = name.split(":", 2)
@@ -29,10 +29,18 @@ def from_torchvision(name: str) -> Source:
         if "split" in accepted:
             options["split"] = split
         elif "train" in accepted:
+            if split not in ("train", "test", "val"):
+                raise ValueError(f"torchvision:{name}: the split {split!r} is not one of train, test, val")
             options["train"] = split == "train"
         else:
             raise ValueError(f"torchvision:{kind} has no splits; write torchvision:{kind}:-:{root}")
-    dataset = constructor(root, **options)
+    try:
+        dataset = constructor(root, **options)
+    except Exception as error:  # each set has its own way of saying that files are missing or a split is unknown
+        first = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"torchvision:{name}: torchvision cannot open it in {root!r} ({first}); nothing is downloaded"
+        ) from error
     return _source(dataset)
 
 
@@ -53,7 +61,8 @@ def _source(dataset: Any) -> Source:
     keys = [f"{place:07d}" for place in range(len(labels))]
     if files is not None:
         keys = [f"{file.parent.name}/{file.stem}" for file in files]
-    return Source(keys, labels, tuple(str(name) for name in classes) if classes else None, load)
+    names = tuple(str(name) for name in classes) if classes else None
+    return Source(keys, labels, names, load, None if files is None else lambda place: file_stamp(files[place]))
 
 
 def _files(dataset: Any) -> list[Path] | None:

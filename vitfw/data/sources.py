@@ -7,7 +7,7 @@ from PIL import Image
 
 from vitfw.data.index import open_samples, parse_classes
 from vitfw.data.shuffle import shuffled_rows
-from vitfw.data.source import Source, png
+from vitfw.data.source import Source, file_stamp, png
 from vitfw.data.source_arrow import from_arrow
 from vitfw.data.source_list import from_list
 from vitfw.data.source_torchvision import from_torchvision
@@ -24,7 +24,9 @@ def from_samples(pattern: str, classes: str | None) -> Source:
     if samples.multi_label:
         labels = [tuple(int(number) for number in np.flatnonzero(samples.label(row))) for row in range(len(samples))]
     if Path(samples.names[0]).is_dir():
+        files = [Path(samples.names[samples.shard(row)]) / key for row, key in enumerate(keys)]
         keys = [key.rpartition(".")[0] for key in keys]
+        return Source(keys, labels, samples.classes, samples.read, lambda row: file_stamp(files[row]))
     return Source(keys, labels, samples.classes, samples.read)
 
 
@@ -51,6 +53,14 @@ def from_digits(split: str) -> Source:
     )
 
 
+def _is_arrow(name: str) -> bool:
+    return name.endswith(".parquet") or (Path(name) / "dataset_info.json").exists() or any(Path(name).glob("*.parquet"))
+
+
+def _names_its_classes(name: str) -> bool:
+    return name.startswith(("digits:", "torchvision:")) or _is_arrow(name)
+
+
 def open_source(name: str, *, classes: str | None = None) -> Source:
     """The source a user named:
 
@@ -58,13 +68,21 @@ def open_source(name: str, *, classes: str | None = None) -> Source:
     FILES.parquet, or a folder saved by Hugging Face datasets (`source_arrow`);
     torchvision:NAME:SPLIT:ROOT (`source_torchvision`); digits:SPLIT.
     """
+    if classes is not None and _names_its_classes(name):
+        raise ValueError(
+            f"--classes={classes}: {name} names its classes itself; the option is for folders, lists and shards"
+        )
     if name.startswith("digits:"):
         return from_digits(name.removeprefix("digits:"))
     if name.startswith("torchvision:"):
         return from_torchvision(name.removeprefix("torchvision:"))
     known = None if classes is None else parse_classes(Path(classes).read_text(), classes)
-    if name.endswith((".csv", ".jsonl")):
+    if name.lower().endswith((".csv", ".jsonl")):
         return from_list(Path(name), known)
-    if name.endswith(".parquet") or (Path(name) / "dataset_info.json").exists() or any(Path(name).glob("*.parquet")):
+    if name.lower().endswith((".json", ".tsv", ".txt")):
+        raise ValueError(
+            f"{name}: a list of images is a .csv with the columns path and label, or a .jsonl with an object a line"
+        )
+    if _is_arrow(name):
         return from_arrow(name)
     return from_samples(name, classes)

@@ -18,6 +18,9 @@ import numpy as np
 FORMAT = 1  # raised when the arrays below change, so that older files are built again
 _PARSING = threading.Lock()
 MAX_SIZE = (1 << 32) - 1  # bytes of one image
+MAX_LABEL = (
+    10_000_000  # far above any list of classes: a larger number is a slip, and a head for it would fill the memory
+)
 
 
 Label = int | tuple[int, ...] | None

@@ -1,7 +1,6 @@
 """`vitfw shards verify` and `vitfw shards info`: is this data set whole, and what is in it?"""
 
 import io
-import json
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from PIL import Image
 
 from vitfw.data.decode import NUMPY_MAGIC, UndecodableError, decode
 from vitfw.data.index import Samples, classes_beside, open_samples, parse_classes
+from vitfw.data.manifest import checksum, listed, lost_shards, manifest_of
 from vitfw.data.mixing import shard_mixing
 from vitfw.data.patterns import expand, split_list, split_slice
 from vitfw.data.shard import index_shard
@@ -49,15 +49,19 @@ class Verification:
 def verify(pattern: str, *, classes: str | None = None, threads: int = 4, progress: bool = False) -> Verification:
     """Reads and decodes every image of shards or folders. Several patterns (train, val) are compared for equal images.
 
-    Found and named: truncated or damaged archives, split or repeated keys, missing labels or images, undecodable
-    images, keys repeated in another shard of a pattern, equal images (with their labels where these differ), and
-    shards whose SHA-256 is not that of the manifest that `pack` wrote.
+    Found and named: shards that are missing or renamed, truncated or damaged archives, split or repeated keys, missing
+    labels or images, undecodable images, keys repeated in another shard of a pattern, equal images (with their labels where
+    these differ), and shards whose SHA-256 is not that of the manifest that `pack` wrote.
     """
     found = Verification()
     seen_images: dict[bytes, tuple[str, str]] = {}
-    for body, _ in (split_slice(part) for part in split_list(pattern)):
+    for part in split_list(pattern):
+        body, bounds = split_slice(part)
+        if bounds is not None:
+            raise ValueError(f"pattern {part!r}: whole shards are verified; leave the slice away")
         seen_keys: dict[str, str] = {}
         names = expand(body)
+        found.problems += lost_shards(names)
         for name in _watch(names, progress):
             samples = _open_one(name, classes, found)
             if samples is not None:
@@ -70,11 +74,13 @@ def _open_one(name: str, classes: str | None, found: Verification) -> Samples | 
     path = Path(name)
     if not path.is_file():
         return open_samples(name, classes=classes)
-    manifest = path.with_name(f"{path.name.rpartition('-')[0]}.json")
-    if manifest.exists():
-        listed = {entry["shard"]: entry["sha256"] for entry in json.loads(manifest.read_text()).get("shards", ())}
-        if path.name in listed and sha256(path.read_bytes()).hexdigest() != listed[path.name]:
-            found.problems.append(f"{name}: its SHA-256 is not the one in {manifest.name}: changed after packing")
+    records, manifest = listed(path), manifest_of(path)
+    if path.name in records and checksum(path) != records[path.name]["sha256"]:
+        found.problems.append(f"{name}: its SHA-256 is not the one in {manifest.name}: changed after packing")
+    if records and path.name not in records:
+        found.problems.append(
+            f"{name}: is not among the shards that {manifest.name} lists: renamed, or of another pack"
+        )
     known = classes_beside(name) if classes is None else parse_classes(Path(classes).read_text(), classes)
     try:
         table, problems = index_shard(path, known)
@@ -154,4 +160,5 @@ def info(pattern: str, *, classes: str | None = None) -> str:
         lines.append(f"classes: {', '.join(samples.classes[:5])}{', ...' if len(samples.classes) > 5 else ''}")
     lines.append("first keys: " + ", ".join(samples.key(row) for row in range(min(3, len(samples)))))
     lines.append(f"fingerprint: {samples.fingerprint()} (keys, labels and sizes in order)")
+    lines += [f"warning: {line}" for line in lost_shards(samples.names)]
     return "\n".join(lines)
