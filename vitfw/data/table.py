@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-FORMAT = 1  # raised when the arrays below change, so that older files are built again
+FORMAT = 2  # raised when the arrays below change, so that older files are built again
 _PARSING = threading.Lock()
 MAX_SIZE = (1 << 32) - 1  # bytes of one image
 MAX_LABEL = (
