@@ -1,10 +1,10 @@
 """How this process was started: torchrun, srun or plain python; worked out from the environment before all else."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignor
 
 from vitfw.data.resources import usable_cpus
 from vitfw.machine import MachineConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,20 @@ def on_any(value: bool) -> bool:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return any(values)
+
+
+def on_main(launch: Launch, call: Callable[[], T]) -> T:
+    """The result of `call` on rank 0, for all ranks; its ValueError is raised on all of them."""
+    result, error = None, None
+    if launch.is_main:
+        try:
+            result = call()
+        except ValueError as caught:
+            error = caught
+    result, error = broadcast((result, error))
+    if error is not None:
+        raise error
+    return result
 
 
 def leave_processes() -> None:

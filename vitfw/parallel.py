@@ -9,15 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from vitfw.launch import Launch, MachineConfig, resolve_strategy, shard_size, uses_gpu
+from vitfw import sharded
+from vitfw.launch import Launch, device_of, on_any, resolve_strategy, shard_size, uses_gpu
+from vitfw.machine import MachineConfig
 
 ENTRIES = ("losses", "measure")  # the methods of a task that are called from outside, beside `forward`
 
 
 def place(task: nn.Module, machine: MachineConfig, launch: Launch) -> None:
-    """Changes the task in place. Every process comes with the same, whole weights and keeps its part of them.
+    """Changes the task in place. Every process comes with the same, whole weights, or rank 0 does and the others with none
+    (on the meta device); each keeps its part of them. Entered by all ranks.
 
     No parameter changes its name. Raises ValueError where a key needs blocks and the task has none.
     """
@@ -34,7 +38,40 @@ def place(task: nn.Module, machine: MachineConfig, launch: Launch) -> None:
     if machine.compile:
         compile_blocks(blocks)
     if resolve_strategy(launch, machine) in ("fsdp2", "hsdp"):
-        shard(task, blocks, shard_mesh(machine, launch), reduced=machine.precision == "bf16")
+        cut(task, blocks, shard_mesh(machine, launch), device_of(launch, machine), reduced=machine.precision == "bf16")
+
+
+def starts_on_rank_0(machine: MachineConfig, launch: Launch) -> bool:
+    """Whether only rank 0 needs a task with weights, since `place` hands out the others' parts."""
+    return launch.world > 1 and resolve_strategy(launch, machine) in ("fsdp2", "hsdp")
+
+
+def cut(task: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, device: torch.device, *, reduced: bool) -> None:
+    """Shards a task of which every process, or rank 0 alone, holds the weights. One weight is sent at a time, so a process
+    never holds more than its part; rank 0 sends before it gives up what is not its own."""
+    empty = any(parameter.is_meta for parameter in task.parameters())
+    missing = on_any(empty)
+    if empty:
+        shard(task, blocks, mesh, reduced=reduced)
+        task.to_empty(device=device)
+    if missing:
+        hand_out(task, device)
+    if not empty:
+        shard(task, blocks, mesh, reduced=reduced)
+    if missing:
+        share_buffers(task)
+
+
+@torch.no_grad()
+def hand_out(task: nn.Module, device: torch.device) -> None:
+    """Rank 0 sends its whole parameters; the others, whose task is sharded already, keep their parts of them."""
+    for parameter in task.parameters():
+        if not isinstance(parameter, DTensor):
+            dist.broadcast(parameter.detach().to(device), src=0)
+            continue
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        dist.broadcast(value, src=0)
+        parameter.to_local().copy_(sharded.scattered(value).box(*sharded.box_of(parameter)))
 
 
 def blocks_of(task: nn.Module) -> list[nn.Module]:

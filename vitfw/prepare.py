@@ -1,6 +1,8 @@
 """What a configuration means on this data and with these processes; everything that can be refused is refused here."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from vitfw.data.section import build_train_order, open_data
 from vitfw.evaluate.freezing import freeze
 from vitfw.evaluate.short_tune import ShortTune, plan_short_tune
 from vitfw.guard import check_precision
-from vitfw.launch import Launch, broadcast, split_batch
+from vitfw.launch import Launch, broadcast, on_main, split_batch
 from vitfw.models.load_report import LoadReport
 from vitfw.models.preprocess import Preprocessing
 from vitfw.models.preprocess import check as check_preprocessing
@@ -23,6 +25,7 @@ from vitfw.models.probe_head import ProbeHead
 from vitfw.models.variants import ModelConfig, input_size
 from vitfw.models.vit import ViT
 from vitfw.optim import ResolvedRate, resolve_learning_rate
+from vitfw.parallel import starts_on_rank_0
 from vitfw.schedules import Length, learning_rate, resolve_length
 from vitfw.seeding import derive, seed_all
 from vitfw.tasks import build_task
@@ -60,8 +63,10 @@ def prepare(config: Config, launch: Launch) -> Prepared:
     limit = config.machine.images_per_device
     images_per_device, accumulation = split_batch(length.global_batch, launch.world, limit)
     seed = _seed(config, launch)
-    seed_all(derive(seed, "init"))  # the same weights on every rank
-    task = build_task(config.task, config.model, num_classes=train_set.num_classes)
+    seed_all(derive(seed, "init"))  # the same weights on every rank that has some
+    from_main = starts_on_rank_0(config.machine, launch) and not config.task.everywhere
+    with torch.device("meta") if from_main and not launch.is_main else nullcontext():
+        task = build_task(config.task, config.model, num_classes=train_set.num_classes)
     if images_per_device < 2 and any(isinstance(module, ProbeHead) for module in task.modules()):
         raise ValueError(
             f"machine.images_per_device={images_per_device}: the BatchNorm of the task's probe needs 2 images or more in a "
@@ -74,7 +79,7 @@ def prepare(config: Config, launch: Launch) -> Prepared:
         counts = np.bincount(train_set.labels[train_set.labels >= 0])
         task.see_classes(torch.from_numpy(counts), train_set.classes)
     preprocessing = evaluation_preprocessing(config.augment, config.model, train_set.classes)
-    report = _load_weights(config, launch, task, preprocessing)
+    report = _load_weights(config, launch, task, preprocessing, from_main=from_main)
     freeze(task, config.freeze)
     _check_heads(config, task)
     check_precision(task, config.guard.raise_precision, config.machine)
@@ -171,8 +176,11 @@ def evaluation_preprocessing(
     )
 
 
-def _load_weights(config: Config, launch: Launch, task: Task, preprocessing: Preprocessing) -> LoadReport | None:
-    """Starts the task's network from `weights=`, and checks that images are prepared alike."""
+def _load_weights(
+    config: Config, launch: Launch, task: Task, preprocessing: Preprocessing, *, from_main: bool
+) -> LoadReport | None:
+    """Starts the task's network from `weights=`, and checks that images are prepared alike. `from_main`: rank 0 alone has
+    a network to load them into."""
     if config.weights is None:
         frozen = config.freeze.rung != "full" or any(not p.requires_grad for p in task.network.parameters())
         if frozen and launch.is_main:
@@ -181,7 +189,8 @@ def _load_weights(config: Config, launch: Launch, task: Task, preprocessing: Pre
                 "is random"
             )
         return None
-    report = task.load_weights(config.weights, config.load)
+    load = partial(task.load_weights, config.weights, config.load)
+    report = on_main(launch, load) if from_main else load()
     if report.preprocessing is not None:
         # another head is trained here, so other class names are no mistake; another mean or deviation is
         for word in check_preprocessing(replace(report.preprocessing, class_names=()), preprocessing):

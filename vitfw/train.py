@@ -18,12 +18,12 @@ import yaml
 from vitfw.config import Config, load
 from vitfw.launch import (
     Launch,
-    broadcast,
     check_launch,
     detect_launch,
     join_processes,
     leave_processes,
     on_any,
+    on_main,
     set_threads,
 )
 from vitfw.startup import STOPPED, LeaveNow, Signals, leave_on_signal, leaving_text, say
@@ -93,7 +93,7 @@ def train(config: Config, launch: Launch, words: list[str], *, signals: Signals 
         if on_any(signals.number is not None):
             raise LeaveNow(leaving_text(signals.number))
         recipe = run_config(config.recipe_part(), prepared.seed)
-        run = _on_main(launch, lambda: _open(config, prepared, recipe, words))
+        run = on_main(launch, lambda: _open(config, prepared, recipe, words))
         stop = StopRequest(config.machine.stop_signal, wall_minutes=config.machine.wall_minutes)
         stop.install()  # from here on a signal is heeded before the first step, and after each
         if signals.number is not None:
@@ -188,20 +188,6 @@ def _open(config: Config, prepared: "Prepared", recipe: dict[str, Any], words: l
         defaults=config.default_part(),
         resume=config.resume,
     )
-
-
-def _on_main(launch: Launch, call):
-    """The result of `call` on rank 0, for all ranks; its ValueError is raised on all of them."""
-    result, error = None, None
-    if launch.is_main:
-        try:
-            result = call()
-        except ValueError as caught:
-            error = caught
-    result, error = broadcast((result, error))
-    if error is not None:
-        raise error
-    return result
 
 
 def _say(launch: Launch, text: str) -> None:

@@ -6,7 +6,7 @@ and both heads' logits are averaged in evaluation. Without, one head learns from
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -31,6 +31,8 @@ from vitfw.tasks.task import Batch, Monitor, Task, TaskConfig
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(TaskConfig):
     """Section `task` for name=distill."""
+
+    everywhere: ClassVar[bool] = True  # the teacher is no part of the task's state: each rank reads it
 
     name: str = field(default="distill", metadata={"help": "which task trains"})
     num_classes: int = field(default=0, metadata={"help": "classes of the head; 0: as many as the training data has"})

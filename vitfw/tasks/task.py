@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -17,6 +17,8 @@ Batch = dict[str, Tensor]
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """Section `task`: `name` picks the task, whose own dataclass adds its keys."""
+
+    everywhere: ClassVar[bool] = False  # every rank builds the task with its weights, whatever the strategy
 
     name: str = field(default="classify", metadata={"help": "which task trains"})
 
