@@ -16,6 +16,7 @@ from vitfw.machine import MachineConfig
 from vitfw.models.attention import attend
 from vitfw.models.build import build_model
 from vitfw.models.variants import ModelConfig
+from vitfw.parallel import blocks_of
 from vitfw.report.recorder import read_metrics
 from vitfw.tasks.classify import ClassifyTask
 from vitfw.tasks.mae import MaeTask
@@ -221,6 +222,24 @@ def test_all_attention_of_a_network_is_raised_by_name_and_only_then(words: dict[
         after = network(images)
     assert not torch.equal(after, before)
     torch.testing.assert_close(after, before, rtol=0.05, atol=0.05)
+
+
+def test_compiled_blocks_are_raised_too() -> None:
+    """They were compiled long before."""
+    shape: dict[str, Any] = {"width": 24, "depth": 2, "heads": 2, "image_size": 16, "patch_size": 4}
+    network = build_model(ModelConfig(**shape), num_classes=3).eval()
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = network(images)
+        for block in blocks_of(network):
+            block.compile(backend="eager")
+        assert torch.equal(network(images), plain)
+        raise_precision(Wrapped(network), "attention")
+        raised = network(images)
+        torch.compiler.reset()
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.equal(network(images), raised)
+    assert not torch.equal(raised, plain)
 
 
 @pytest.mark.parametrize(
