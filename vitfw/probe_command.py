@@ -17,7 +17,7 @@ from vitfw.data.augment import AugmentConfig, train_transform
 from vitfw.data.dataset import ImageDataset
 from vitfw.data.index import Samples
 from vitfw.data.ledger import Ledger
-from vitfw.data.loader import Loader, WorkerStart, collate
+from vitfw.data.loader import Batches, Loader, WorkerStart, collate
 from vitfw.data.order import Draw, eval_order
 from vitfw.data.resources import resolve_workers
 from vitfw.data.section import DataConfig, open_split
@@ -260,6 +260,6 @@ def _view(
     draws = [[Draw(view, draw.index, 0) for draw in part] for part in rows]
     workers = resolve_workers("auto" if machine.workers < 0 else machine.workers, local_world=launch.local_world)
     loader = DataLoader(
-        dataset, batch_sampler=draws, collate_fn=collate, num_workers=workers, worker_init_fn=WorkerStart()
+        dataset, batch_sampler=Batches(draws), collate_fn=collate, num_workers=workers, worker_init_fn=WorkerStart()
     )
     return Loader(loader, samples, Ledger(config.data.bad_limit, len(samples), launch.world, None, print))
