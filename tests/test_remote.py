@@ -5,9 +5,11 @@ import multiprocessing
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import tiny
 from make_shards import make_shards, noisy, picture
 
 from vitfw.data import remote
@@ -15,7 +17,8 @@ from vitfw.data.index import open_samples
 from vitfw.data.loader import build_train_loader
 from vitfw.data.pack import PackOptions, pack
 from vitfw.data.remote import RemoteCache, Version
-from vitfw.data.section import DataConfig, build_train_order, open_split
+from vitfw.data.section import DataConfig, build_train_order, open_data, open_split
+from vitfw.train import main
 
 
 class Store(http.server.SimpleHTTPRequestHandler):
@@ -183,9 +186,28 @@ def test_loader__refuses_a_cache_smaller_than_the_window(web, tmp_path):
     size = (folder / "s00.tar").stat().st_size
     data = DataConfig(train=f"{address}/s{{00..02}}.tar", cache=str(tmp_path), cache_gb=1.5 * size / 1e9, window=2)
     samples = open_split(data, "train")
-    order = build_train_order(samples, data=data, seed=0, global_batch=4, images_per_device=4)
     with pytest.raises(ValueError, match=r"data.window=2 shards .* data.cache_gb=.*; raise it, or lower data.window"):
-        build_train_loader(samples, noisy, data=data, order=order, workers=0, image_size=8)
+        build_train_order(samples, data=data, seed=0, global_batch=4, images_per_device=4)
+    with pytest.raises(
+        ValueError, match=r"data.val has a shard of .* GB, more than the cache .*data.cache_gb=.*raise it"
+    ):
+        open_data(replace(data, val=data.train, cache_gb=0.5 * size / 1e9))
+
+
+def test_a_run_is_refused_before_its_folder_exists(web, tmp_path, capsys):
+    folder, address, _ = web
+    make_shards(folder, [20, 20])
+    words = [
+        f"data.train={address}/s{{00..01}}.tar",
+        "data.val=null",
+        f"data.cache={tmp_path / 'c'}",
+        f"data.cache_gb={1.5 * (folder / 's00.tar').stat().st_size / 1e9}",
+    ]
+    words = tiny(*words, "task.num_classes=0", "data.fraction=1.0", f"out={tmp_path / 'run'}")
+    for dry_run in ("false", "true"):
+        assert main([*words, f"dry_run={dry_run}"]) == 2
+        assert "raise it, or lower data.window (0 is all shards)" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
 
 
 def test_loader__workers_fetch_through_a_small_cache(web, tmp_path):

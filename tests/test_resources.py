@@ -1,9 +1,13 @@
 """Workers and shared memory follow what the job may use."""
 
+from pathlib import Path
+
 import pytest
+from conftest import tiny
 
 from vitfw.data import resources
 from vitfw.data.resources import fit_prefetch, resolve_workers, usable_cpus
+from vitfw.train import main
 
 
 @pytest.fixture
@@ -56,3 +60,18 @@ def test_shared_memory__p87_need_and_free_size_are_stated(monkeypatch):
     assert fit_prefetch(4, workers=0, batch_bytes=batch_bytes) == 4
     monkeypatch.setattr(resources, "free_shared_memory", lambda: 10**10)
     assert fit_prefetch(4, workers=8, batch_bytes=batch_bytes) == 4
+
+
+def test_shared_memory__a_run_is_refused_before_its_folder_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The evaluation's batch counts too: of 16 and 32 images of 64 bytes the larger one."""
+    monkeypatch.setattr(resources, "free_shared_memory", lambda: 4000)
+    words = tiny("machine.workers=1", "machine.images_per_device=16", f"out={tmp_path / 'run'}")
+    assert main(words) == 2
+    text = capsys.readouterr().err
+    assert "0.0041 MB of shared memory are needed (1 workers x 2 batches of 0.002 MB" in text and "0.004 MB of" in text
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(resources, "free_shared_memory", lambda: 2 * 64 * 32)
+    with pytest.warns(UserWarning, match=r"each worker keeps 1 batch\(es\) ready instead of 2"):
+        assert main([*words, "stop_after=1"]) == 75

@@ -173,8 +173,12 @@ def _dry_run(plan: Plan, configs: dict[str, Config], launch: Launch) -> str:
 
     parts = []
     for stage in [PRETRAIN] * plan.pretrains + list(plan.ladder.rungs):
-        config = configs[stage]
-        text = grid_plan_text(config, plan.grid) if plan.is_grid(config) else plan_text(config, launch)
+        config, later = configs[stage], plan.pretrains and stage != PRETRAIN
+        text = (
+            grid_plan_text(config, plan.grid)
+            if plan.is_grid(config)
+            else plan_text(config, launch, weights_later=later)
+        )
         parts.append(f"#### {stage} (recipe {config.recipe})\n\n{text}")
     return "\n\n".join(parts)
 

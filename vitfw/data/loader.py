@@ -20,7 +20,6 @@ from vitfw.data.dataset import ImageDataset, Sample, Transform
 from vitfw.data.index import Samples
 from vitfw.data.ledger import Ledger
 from vitfw.data.order import Draw, TrainOrder, eval_order
-from vitfw.data.patterns import is_remote
 from vitfw.data.resources import fit_prefetch, resolve_workers
 from vitfw.data.section import DataConfig, build_train_order, open_data
 
@@ -155,7 +154,6 @@ def build_train_loader(
         exif=data.exif,
         on_bad_sample=data.on_bad_sample,
     )
-    _check_cache(samples, data.window if order.groups is None else 0)
     processes = resolve_workers(workers, local_world=local_world)
     batch_bytes = order.images_per_device * channels * image_size**2
     ready = fit_prefetch(prefetch, workers=processes, batch_bytes=batch_bytes, local_world=local_world)
@@ -205,19 +203,6 @@ def build_eval_loader(
     file = folder / f"bad-images-val-rank{rank}.jsonl" if folder is not None else None
     ledger = Ledger(data.bad_limit, len(samples), world, file, report)
     return Loader(loader, samples, ledger, trace=_trace_file(data, folder, "val", rank))
-
-
-def _check_cache(samples: Samples, window: int) -> None:
-    """Remote shards of one window are read in random order: if they did not fit, they would be fetched many times."""
-    if samples.remote is None or not samples.remote.versions:
-        return
-    sizes = sorted((samples.remote.versions[name].size for name in samples.names if is_remote(name)), reverse=True)
-    need, limit = sum(sizes[: window or None]), samples.remote.limit
-    if need > limit:
-        raise ValueError(
-            f"data.window={window} shards take up to {need / 1e9:.3g} GB, but the cache of remote shards holds "
-            f"data.cache_gb={limit / 1e9:.3g}; raise it, or lower data.window (0 is all shards)"
-        )
 
 
 def _trace_file(data: DataConfig, folder: Path | None, split: str, rank: int) -> Path | None:

@@ -77,8 +77,8 @@ def fit_prefetch(prefetch: int, *, workers: int, batch_bytes: int, local_world: 
         return prefetch
     fits = min(prefetch, free // each - 1)
     sizes = (
-        f"{need / 1e6:.0f} MB of shared memory are needed ({workers} workers x {prefetch + 1} batches of "
-        f"{batch_bytes / 1e6:.0f} MB x {local_world} rank(s)), {free / 1e6:.0f} MB of /dev/shm are free"
+        f"{_megabytes(need)} of shared memory are needed ({workers} workers x {prefetch + 1} batches of "
+        f"{_megabytes(batch_bytes)} x {local_world} rank(s)), {_megabytes(free)} of /dev/shm are free"
     )
     if fits < 1:
         raise ValueError(
@@ -86,3 +86,7 @@ def fit_prefetch(prefetch: int, *, workers: int, batch_bytes: int, local_world: 
         )
     warnings.warn(f"{sizes}; each worker keeps {fits} batch(es) ready instead of {prefetch}", stacklevel=2)
     return fits
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.0f} MB" if count >= 1e7 else f"{count / 1e6:.2g} MB"

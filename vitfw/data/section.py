@@ -10,6 +10,7 @@ import numpy as np
 from vitfw.data.index import Samples, open_samples
 from vitfw.data.mixing import shard_mixing
 from vitfw.data.order import TrainOrder
+from vitfw.data.patterns import is_remote
 from vitfw.data.shuffle import shuffled_rows
 from vitfw.seeding import derive
 
@@ -121,6 +122,7 @@ def open_data(data: DataConfig, *, num_classes: int = 0) -> tuple[Samples, Sampl
     if data.val is None:
         return train, None
     val = open_split(data, "val")
+    _check_largest(val)
     if train.classes is not None and val.classes is not None and train.classes != val.classes:
         raise ValueError(
             f"data.train has {len(train.classes)} classes ({train.classes[0]}, ...), data.val has {len(val.classes)} "
@@ -150,6 +152,38 @@ def _subset_rows(samples: Samples, data: DataConfig) -> np.ndarray:
     return np.concatenate(chosen)
 
 
+def check_repeats(data: DataConfig, repeats: int) -> None:
+    """Refuses two ways to repeat images at once."""
+    if repeats > 1 and (data.balance != "none" or data.weights is not None):
+        raise ValueError(
+            f"augment.repeats={repeats} with data.balance={data.balance}, data.weights={data.weights}: both repeat images, "
+            "and together the length of an epoch has no meaning; use one of them"
+        )
+
+
+def _check_cache(samples: Samples, window: int) -> None:
+    """Remote shards of one window are read in random order: if they did not fit, they would be fetched many times."""
+    if samples.remote is None or not samples.remote.versions:
+        return
+    sizes = sorted((samples.remote.versions[name].size for name in samples.names if is_remote(name)), reverse=True)
+    need, limit = sum(sizes[: window or None]), samples.remote.limit
+    if need > limit:
+        raise ValueError(
+            f"data.window={window} shards take up to {need / 1e9:.3g} GB, but the cache of remote shards holds "
+            f"data.cache_gb={limit / 1e9:.3g}; raise it, or lower data.window (0 is all shards)"
+        )
+
+
+def _check_largest(samples: Samples) -> None:
+    """Evaluation reads its shards one after another; yet each must fit the cache."""
+    sizes = [] if samples.remote is None else [about.size for about in samples.remote.versions.values()]
+    if samples.remote is not None and max(sizes, default=0) > samples.remote.limit:
+        raise ValueError(
+            f"data.val has a shard of {max(sizes) / 1e9:.3g} GB, more than the cache of remote shards holds "
+            f"(data.cache_gb={samples.remote.limit / 1e9:.3g}); raise it"
+        )
+
+
 def build_train_order(
     samples: Samples,
     *,
@@ -162,7 +196,9 @@ def build_train_order(
     repeats: int = 1,
 ) -> TrainOrder:
     """The order of `order.TrainOrder` for these samples, with data.window, data.balance and data.weights applied."""
+    check_repeats(data, repeats)
     groups, shares = _groups(samples, data)
+    _check_cache(samples, data.window if groups is None else 0)
     if groups is None and 0 < data.window < len(samples.names) and shard_mixing(samples) < 0.5:
         warnings.warn(
             f"the shards of data.train hold few classes each (mixing {shard_mixing(samples):.2f} of 1), so batches "
