@@ -280,6 +280,11 @@ def test_section_refuses_contradictions(keys: dict, message: str) -> None:
         ({"policy": "deit", "statistics": "inception"}, 6, "works on 1 or 3 channels, not 6; set operations=''"),
         ({"operations": "rand-x9"}, 3, "augment.operations=rand-x9: timm does not know this policy"),
         ({"operations": "rand-m9-inc"}, 3, "rand-m9-inc: timm does not know this policy; e.g. rand-m9-mstd0.5-inc1"),
+        *(
+            ({"operations": name}, 3, f"augment.operations={name}: timm does not know this policy")
+            for name in ("augmix-foo", "augmix-m", "augmix-n3", "original-foo", "v0-m9", "3a-x", "rand-tfoo")
+        ),
+        ({"operations": "tv-rand-n2-m31"}, 3, "tv-rand-n2-m31: torchvision's magnitudes m go from 0 to 30, not to 31"),
         ({"operations": "nonsense"}, 3, "augment.operations=nonsense: timm does not know this policy"),
         ({"operations": "tv-rand"}, 3, "augment.operations=tv-rand: not one of tv-rand-nN-mM, tv-trivial"),
         ({"mean": (0.5,), "std": (0.0,)}, 3, "each must be above 0"),
@@ -308,3 +313,16 @@ def test_contact_sheet(tmp_path: Path) -> None:
     assert np.array_equal(shown, evaluated)
     with pytest.raises(ValueError, match=r"contact sheet: 0 images and views=4"):
         contact_sheet([], config, tmp_path / "none.png", size=(8, 8))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rand-m9-mstd0.5-inc1", "rand-m99-tweights", "augmix-m5-w4-d2-mstd0.5-b1-a1.5", "augmix", "original-mstd0.5",
+     "originalr", "v0", "v0r-mstd1", "3a", "tv-rand-n2-m0", "tv-rand-n2-m30", "tv-trivial", "tv-auto-svhn"],
+)  # fmt: skip
+def test_every_policy_that_is_built_takes_images(name: str) -> None:
+    operations = build_operations(name, (16, 16), (0.5,) * 3, "bicubic", 3)
+    assert operations is not None
+    for seed in range(30):
+        torch.manual_seed(seed)
+        operations(picture(16, 16))

@@ -9,12 +9,13 @@ import torch
 from make_shards import make_folder, make_shards, noisy, picture, to_uint8, write_tar
 from PIL import Image, ImageFile
 
-from vitfw.data.augment import AugmentConfig, train_transform
+from vitfw.data.augment import AugmentConfig, eval_transform, train_transform
 from vitfw.data.dataset import ImageDataset
 from vitfw.data.decode import UndecodableError, decode
 from vitfw.data.index import open_samples
 from vitfw.data.order import Draw
 from vitfw.data.part import read_part
+from vitfw.data.policies import POLICIES
 
 
 def encoded(image: Image.Image, image_format: str, **options) -> bytes:
@@ -115,6 +116,24 @@ def test_channels__many_from_npy_without_running_code():
     np.save(pickled, np.array([print], dtype=object), allow_pickle=True)
     with pytest.raises(UndecodableError, match=r"damaged \.npy"):
         decode(pickled.getvalue())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_npy__goes_through_every_policy_as_a_png_does(policy: str, channels: int):
+    array = np.random.default_rng(0).integers(0, 256, (20, 24, channels), np.uint8)
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    statistics = {"mean": (0.5,) * channels, "std": (0.5,) * channels}
+    config = AugmentConfig(policy=policy, **statistics)  # type: ignore[arg-type]
+    for build in (train_transform, eval_transform):
+        transform, found = build(config, size=(16, 16), channels=channels), []
+        for data in (buffer.getvalue(), encoded(Image.fromarray(array.squeeze()), "PNG")):
+            random.seed(0)
+            np.random.seed(0)
+            torch.manual_seed(0)
+            found.append(transform(decode(data, channels=channels)))
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP"])

@@ -416,3 +416,10 @@ def test_the_students_distillation_head_learns_what_the_real_teacher_says(lite0:
     assert first.argmax(1).tolist() == [7] * len(PHOTOGRAPHS)
     assert second.argmax(1).tolist() == told.tolist()
     assert len(set(told.tolist())) == len(PHOTOGRAPHS)
+
+
+def test_statistics_for_other_channels_are_named_themselves(teacher_place: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^task.teacher_mean and task.teacher_std have 2 numbers, the images have 3 chann"
+    ):
+        task_with(teacher_place, teacher_mean=(0.5, 0.5), teacher_std=(0.5, 0.5))

@@ -4,7 +4,9 @@ refused.
 
 import argparse
 import os
+import random
 import re
+from pathlib import Path
 
 import pytest
 import timm
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from vitfw.models.build import build_model
 from vitfw.models.positions import resize_positions, sincos_table
+from vitfw.models.reading import read
+from vitfw.models.teacher import load_teacher
 from vitfw.models.variants import ModelConfig
 from vitfw.models.vit import ViT
 from vitfw.models.weights import LoadConfig, load
@@ -415,3 +419,25 @@ def test_a_model_without_memory_is_not_loaded(tmp_path):
         model = small()
     with pytest.raises(ValueError, match=r"on the meta device; call build\.materialise"):
         load(model, tmp_path / "file.pth")
+
+
+@pytest.mark.parametrize("name", ["w.ckpt", "w.pth", "w.safetensors", "w.npz", "folder/config.json"])
+def test_trash_is_named_as_such(tmp_path: Path, name: str) -> None:
+    """Whatever the reader of the format makes of it: KeyError, IndexError, SafetensorError, BadZipFile, ..."""
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    place = str(file.parent if name.startswith("folder") else file)
+    for seed in range(40):
+        file.write_bytes(random.Random(seed).randbytes(200 * seed))
+        for call, key in ((read, "weights"), (load_teacher, "task.teacher")):
+            with pytest.raises(ValueError, match=rf"^{key}={re.escape(place)}.*"):
+                call(place)
+
+
+def test_a_teacher_that_needs_code_is_not_sent_to_a_key_of_the_student(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.zeros(1)}, "other": random.Random(0)}, tmp_path / "t.pth")
+    with pytest.raises(
+        ValueError, match=r"task.teacher=.*needs code to be read \(random.Random\).*\.safetensors once$"
+    ) as told:
+        load_teacher(str(tmp_path / "t.pth"))
+    assert "load.trust" not in str(told.value)

@@ -1,6 +1,7 @@
 """Encoded bytes to an upright image with the wanted number of channels. Nothing in the data is ever executed.
 
-channels 3: RGB; 1: grey; 2: grey + alpha; 4: RGB + alpha; any other number: a numpy array [H, W, C] uint8 (`.npy`).
+channels 3: RGB; 1: grey; 2: grey + alpha; 4: RGB + alpha; any other number: a numpy array [H, W, C] uint8 (`.npy`,
+which may hold the former, too).
 With 1 or 3 channels, alpha is composed on a background, so that hidden colours of transparent pixels never show.
 16-bit images are scaled to 8 bits (65535 -> 255).
 """
@@ -36,7 +37,7 @@ class UndecodableError(ValueError):
 def decode(
     data: bytes, *, channels: int = 3, background: tuple[int, int, int] = (255, 255, 255), exif: bool = True
 ) -> Image.Image | torch.Tensor:
-    """Encoded bytes -> PIL image in the mode of `channels`, or for `.npy` bytes a uint8 tensor [C, H, W].
+    """Encoded bytes -> PIL image in the mode of `channels`; for other numbers of channels a uint8 tensor [C, H, W].
 
     background: 0..255, under transparent pixels. exif: turn the image upright as its orientation tag says.
     A JPEG that needs no conversion comes back unread, so that a crop may read it at a smaller scale (`jpeg`);
@@ -99,11 +100,13 @@ def _convert(image: Image.Image, channels: int, background: tuple[int, int, int]
     return Image.alpha_composite(under, image).convert(mode)
 
 
-def _decode_array(data: bytes, channels: int) -> torch.Tensor:
+def _decode_array(data: bytes, channels: int) -> Image.Image | torch.Tensor:
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise UndecodableError(f"damaged .npy: {error}") from error
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != channels:
         raise UndecodableError(f".npy of {array.dtype} {array.shape}, wanted uint8 [H, W, {channels}]")
+    if channels in _MODES:  # as any other format, for the operations that work on Pillow's images
+        return Image.fromarray(array[:, :, 0] if channels == 1 else np.ascontiguousarray(array))
     return torch.from_numpy(array).permute(2, 0, 1).contiguous()

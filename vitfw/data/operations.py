@@ -9,6 +9,8 @@ from torchvision.transforms import v2
 from vitfw.data.policies import Interpolation
 from vitfw.data.timm_guard import guard_posterize
 
+_MAGNITUDES = 31  # of torchvision's RandAugment, its own default
+
 RESAMPLING = {
     "nearest": v2.InterpolationMode.NEAREST,
     "bilinear": v2.InterpolationMode.BILINEAR,
@@ -17,7 +19,12 @@ RESAMPLING = {
     "area": v2.InterpolationMode.BOX,
 }
 
-_RAND = re.compile(r"rand(-(m|n|inc|mmax)\d+|-(p|mstd)\d+(\.\d+)?|-t[a-z]\w*)*")
+# timm itself skips a section that it cannot read, and takes the plain set for a set (-t) that it does not know
+_TIMM = re.compile(
+    r"rand(-(m|n|inc|mmax)\d+|-(p|mstd)\d+(\.\d+)?|-t(weights|3aw|3a))*"
+    r"|augmix(-(m|w|d|b)\d+|-(a|mstd)\d+(\.\d+)?)*"
+    r"|(original|originalr|v0|v0r|3a)(-mstd\d+(\.\d+)?)?"
+)
 
 
 def build_operations(
@@ -42,9 +49,9 @@ def build_operations(
     if interpolation != "area":
         options["interpolation"] = str_to_pil_interp(interpolation)
     try:
+        if not _TIMM.fullmatch(name):
+            raise ValueError(name)
         if name.startswith("rand"):
-            if not _RAND.fullmatch(name):  # timm itself skips a section that it cannot read
-                raise ValueError(name)
             policy = auto_augment.rand_augment_transform(name, options)
         elif name.startswith("augmix"):
             policy = auto_augment.augment_and_mix_transform(name, options | {"translate_pct": 0.3})
@@ -60,7 +67,11 @@ def build_operations(
 def _torchvision_operations(name: str, interpolation: Interpolation) -> Callable[[Any], Any]:
     mode = RESAMPLING[interpolation]
     if found := re.fullmatch(r"tv-rand-n(\d+)-m(\d+)", name):
-        return v2.RandAugment(int(found[1]), int(found[2]), interpolation=mode)
+        if int(found[2]) >= _MAGNITUDES:
+            raise ValueError(
+                f"augment.operations={name}: torchvision's magnitudes m go from 0 to {_MAGNITUDES - 1}, not to {found[2]}"
+            )
+        return v2.RandAugment(int(found[1]), int(found[2]), num_magnitude_bins=_MAGNITUDES, interpolation=mode)
     if name == "tv-trivial":
         return v2.TrivialAugmentWide(interpolation=mode)
     policies = {f"tv-auto-{policy.value}": policy for policy in v2.AutoAugmentPolicy}

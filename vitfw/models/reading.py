@@ -57,13 +57,32 @@ class Source:
     task: Mapping[str, Any] = field(default_factory=dict)  # its section `task`
 
 
+class UntrustedError(ValueError):
+    """A pickle that is more than data; `need` says what it would run."""
+
+    def __init__(self, place: str, need: str, fix: str) -> None:
+        super().__init__(f"weights={place}: the file needs code to be read{need}, which could do anything. {fix}")
+        self.place, self.need = place, need
+
+
 def read(place: str | Path, *, which: Which = "auto", trust: bool = False) -> Source:
     """Reads `timm:NAME`, `local-dir:FOLDER`, a timm, Hugging Face or run folder, or a .safetensors, .npz or torch file.
 
     which: raw or averaged (EMA, teacher) weights where a file has both; auto prefers the averaged ones. trust: run
-    code that a pickle holds. Raises ValueError naming the place and what to do.
+    code that a pickle holds. Raises ValueError naming the place and what to do, UntrustedError where that is trust.
     """
-    text = str(place)
+    try:
+        return _read(str(place), which=which, trust=trust)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:  # ValueErrors too, but not for users
+        raise ValueError(f"weights={place}: damaged, or no weights ({type(error).__name__}: {error})") from error
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # each format has its own errors for what is no file of its kind
+        first = str(error).strip().split("\n")[0]
+        raise ValueError(f"weights={place}: damaged, or no weights ({type(error).__name__}: {first})") from error
+
+
+def _read(text: str, *, which: Which, trust: bool) -> Source:
     if text.startswith("timm:"):
         return _read_timm(text.removeprefix("timm:"))
     path = Path(text.removeprefix("local-dir:"))
@@ -79,8 +98,11 @@ def read(place: str | Path, *, which: Which = "auto", trust: bool = False) -> So
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            return Source(text, {name: torch.from_numpy(arrays[name]) for name in arrays.files}, "npz")
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return Source(text, {name: torch.from_numpy(arrays[name]) for name in arrays.files}, "npz")
+        except ValueError as error:  # its own words would have pickles allowed
+            raise ValueError(f"weights={text}: damaged, or no weights (not a NumPy archive of plain arrays)") from error
     return _read_torch(path, which=which, trust=trust)
 
 
@@ -91,7 +113,7 @@ def _read_timm(name: str) -> Source:
 
     try:
         net: Any = timm.create_model(name, pretrained=True)
-    except (OSError, RuntimeError) as error:  # unknown name, no published weights, no network
+    except Exception as error:  # unknown name, no published weights, no network
         first = str(error).strip().split("\n")[0]
         raise ValueError(f"weights=timm:{name}: timm cannot provide them ({type(error).__name__}: {first})") from error
     try:
@@ -223,12 +245,18 @@ def _load_pickle(path: Path, trust: bool) -> Any:
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         need = f" ({found[1]})" if found else ""
-        raise ValueError(
-            f"weights={path}: the file needs code to be read{need}, which could do anything. "
-            "If you trust its origin, set load.trust=true; better, convert it to .safetensors once"
-        ) from error
-    except (RuntimeError, EOFError) as error:
+        if not found and not _is_pickle(path):
+            raise ValueError(f"weights={path}: not a readable torch file ({str(error).splitlines()[0]})") from error
+        fix = "If you trust its origin, set load.trust=true; better, convert it to .safetensors once"
+        raise UntrustedError(str(path), need, fix) from error
+    except Exception as error:  # of trash the unpickler makes KeyError, IndexError, EOFError and others
         raise ValueError(f"weights={path}: not a readable torch file ({error})") from error
+
+
+def _is_pickle(path: Path) -> bool:
+    """Whether the bytes begin as a pickle, or as torch's archive around one."""
+    with path.open("rb") as file:
+        return file.read(4).startswith((b"\x80", b"PK"))
 
 
 def _read_own(path: Path, tree: Mapping[str, Any], which: Which) -> Source:

@@ -16,7 +16,7 @@ from vitfw.models.build import TimmModel
 from vitfw.models.export import build_for
 from vitfw.models.load_report import LoadConfig
 from vitfw.models.preprocess import Preprocessing
-from vitfw.models.reading import read
+from vitfw.models.reading import UntrustedError, read
 from vitfw.models.weights import load
 from vitfw.sharded import is_folder
 
@@ -76,6 +76,13 @@ def load_teacher(place: str, *, statistics: Statistics | None = None, size: int 
     """
     try:
         net, told = _from_timm(place.removeprefix("timm:")) if place.startswith("timm:") else _from_disk(place)
+    except UntrustedError as error:
+        raise ValueError(
+            f"task.teacher={place}: {error.place} needs code to be read{error.need}, which could do anything; convert it to "
+            ".safetensors once"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"task.teacher={place}: its config.json is damaged ({error})") from error
     except ValueError as error:
         raise ValueError(f"task.teacher={place}: {error}") from error
     if statistics is None:
@@ -88,12 +95,20 @@ def load_teacher(place: str, *, statistics: Statistics | None = None, size: int 
     return Teacher(net, place, statistics, size=size, class_names=() if told is None else told.class_names)
 
 
-def check_teacher(teacher: Teacher, *, image: tuple[int, int, int], num_classes: int | None) -> None:
-    """Shows the teacher one image [C, H, W] of zeros. `num_classes` None: its logits are not used.
+def check_teacher(
+    teacher: Teacher, *, image: tuple[int, int, int], num_classes: int | None, own_statistics: bool = False
+) -> None:
+    """Shows the teacher one image [C, H, W] of zeros. `num_classes` None: its logits are not used. `own_statistics`: how it
+    wants images normalised stands in the configuration.
 
     Raises ValueError naming the key, where channels, size or classes do not fit.
     """
     channels = teacher.normalisation.shape[1]
+    if channels != image[0] and own_statistics:
+        raise ValueError(
+            f"task.teacher_mean and task.teacher_std have {channels} numbers, the images have {image[0]} channel(s); give "
+            "one number a channel"
+        )
     if channels != image[0]:
         raise ValueError(
             f"task.teacher={teacher.place}: it takes {channels} channels, the student's images have {image[0]}; choose "
@@ -138,7 +153,7 @@ def _from_timm(name: str) -> tuple[nn.Module, Preprocessing]:
 
     try:
         net = timm.create_model(name, pretrained=not _on_meta())
-    except (OSError, RuntimeError) as error:  # unknown name, no published weights, no network, files missing
+    except Exception as error:  # unknown name, no published weights, no network, files missing
         first = str(error).strip().split("\n")[0]
         raise ValueError(f"timm cannot provide it ({type(error).__name__}: {first})") from error
     config: Any = net.pretrained_cfg

@@ -192,7 +192,8 @@ def build_distill(config: DistillConfig, model: ModelConfig, *, num_classes: int
         statistics = config.teacher_mean, config.teacher_std
     teacher = load_teacher(config.teacher, statistics=statistics, size=config.teacher_size)
     classes = None if config.form == "feature" else wanted
-    check_teacher(teacher, image=(model.in_channels, *input_size(model)), num_classes=classes)
+    image = (model.in_channels, *input_size(model))
+    check_teacher(teacher, image=image, num_classes=classes, own_statistics=statistics is not None)
     return DistillTask(net, teacher, config, num_classes=wanted)
 
 
