@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from webdataset.writer import TarWriter
 
 from vitfw.data.index import open_samples

@@ -3,6 +3,7 @@
 import pickle
 import typing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from timm.data import create_transform
 from timm.data.auto_augment import AugmentOp
 from torchvision.transforms import InterpolationMode, v2
 
+from vitfw.data import augment
 from vitfw.data.augment import AugmentConfig, PolicyName, eval_transform, resolve_policy, statistics, train_transform
 from vitfw.data.operations import build_operations
 from vitfw.data.policies import POLICIES, STATISTICS
@@ -265,7 +267,8 @@ def test_overrides_and_statistics() -> None:
         ({"fold": True}, "augment.fold=true: there is no mixup to fold"),
         ({"repeats": 0}, "augment.repeats=0"),
         ({"eval_resize": "squash", "eval_crop": 0.9}, "eval_resize=squash crops nothing"),
-        ({"eval_crop": 0.0}, r"augment.eval_crop=0.0: must lie in \(0, 1\]"),
+        ({"eval_crop": 0.0}, r"augment.eval_crop=0.0: must lie in \[0.1, 1\]"),
+        ({"eval_crop": 1e-30}, r"augment.eval_crop=1e-30: must lie in \[0.1, 1\]"),
     ],
 )
 def test_section_refuses_contradictions(keys: dict, message: str) -> None:
@@ -287,7 +290,9 @@ def test_section_refuses_contradictions(keys: dict, message: str) -> None:
         ({"operations": "tv-rand-n2-m31"}, 3, "tv-rand-n2-m31: torchvision's magnitudes m go from 0 to 30, not to 31"),
         ({"operations": "nonsense"}, 3, "augment.operations=nonsense: timm does not know this policy"),
         ({"operations": "tv-rand"}, 3, "augment.operations=tv-rand: not one of tv-rand-nN-mM, tv-trivial"),
-        ({"mean": (0.5,), "std": (0.0,)}, 3, "each must be above 0"),
+        ({"mean": (0.5,), "std": (0.0,)}, 3, "each deviation 0.001 or more"),
+        ({"mean": (0.5,), "std": (1e-30,)}, 3, "each deviation 0.001 or more"),
+        ({"mean": (float("nan"),), "std": (0.5,)}, 3, "finite numbers"),
     ],
 )
 def test_transforms_that_cannot_be_built(keys: dict, channels: int, message: str) -> None:
@@ -326,3 +331,32 @@ def test_every_policy_that_is_built_takes_images(name: str) -> None:
     for seed in range(30):
         torch.manual_seed(seed)
         operations(picture(16, 16))
+
+
+@pytest.mark.parametrize("side", [(1, 20000), (20000, 1), (3, 4000), (640, 9)])
+@pytest.mark.parametrize(
+    "keys", [{"policy": "deit"}, {"policy": "flip_crop"}, {"crop": "simple"}, {"crop": "random"}, {}], ids=str
+)
+def test_of_an_image_with_extreme_sides_only_the_crop_is_resized(
+    side: tuple[int, int], keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within two grey levels of making the whole, which took gigabytes; grey and many channels alike."""
+    config, pixels = AugmentConfig(**(keys | {"flip": 0.0, "operations": ""})), picture(*side)
+    tensor = torch.from_numpy(np.array(pixels)).permute(2, 0, 1)
+    for build in (eval_transform, train_transform):
+        transform, found = build(config, size=(16, 16), channels=3), {}
+        for limit in (16, 10**9):
+            monkeypatch.setattr(augment, "LARGE", limit)
+            for image in (pixels, tensor):
+                torch.manual_seed(3)
+                found[limit, image is tensor] = transform(image).int()
+        for kind in (False, True):
+            assert (found[16, kind] - found[10**9, kind]).abs().max() <= 2
+
+
+def test_an_image_of_one_row_takes_no_memory_to_speak_of() -> None:
+    """65,000 x 1 pixels are 3.3 billion when they cover 224 x 224."""
+    image = Image.fromarray(np.zeros((1, 65000, 3), np.uint8))
+    for policy in ("deit", "flip_crop", "none"):
+        for build in (eval_transform, train_transform):
+            assert build(AugmentConfig(policy=policy), size=(224, 224))(image).shape == (3, 224, 224)

@@ -19,6 +19,7 @@ from PIL import ImageFile
 
 from vitfw.data.augment import AugmentConfig, train_transform
 from vitfw.data.index import Samples, open_samples
+from vitfw.data.ledger import BadDataError
 from vitfw.data.loader import WorkerStart, build_eval_loader, build_train_loader
 from vitfw.data.section import DataConfig, build_train_order, open_data, open_split
 
@@ -267,9 +268,9 @@ def test_bad_images__p02_p30_uneven_shards_two_ranks(tmp_path):
 def test_bad_images__p30_raise_limit_and_evaluation(tmp_path):
     pattern = make_shards(tmp_path, [20], size=32, bad=(3, 8))
     samples = open_samples(pattern)
-    with pytest.raises(ValueError, match=r"s00\.tar: 00[38]: OSError"):
+    with pytest.raises(BadDataError, match=r"s00\.tar: 00[38]: OSError"):
         list(build(samples, on_bad_sample="raise"))
-    with pytest.raises(RuntimeError, match=r"2 bad images in this epoch on this rank, over data.bad_limit=0.05 \(1\)"):
+    with pytest.raises(BadDataError, match=r"2 bad images in this epoch on this rank, over data.bad_limit=0.05 \(1\)"):
         list(build(samples, on_bad_sample="skip", bad_limit=0.05))
     assert len(list(build(samples, on_bad_sample="skip", bad_limit=0.1))) == 10
     texts = []
@@ -509,7 +510,7 @@ def test_memory__p86_flat_over_ten_epochs(tmp_path):
 
 
 def unchanged(image):
-    return image
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def test_memory__workers_share_the_index(tmp_path):

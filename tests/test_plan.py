@@ -102,3 +102,22 @@ def test_several_labels_are_counted(tmp_path: Path) -> None:
     data = [f"data.train={write_tar(tmp_path / 's.tar', members)}", "data.val=null", "data.fraction=1.0"]
     text = plan_text(load(tiny(*data, "task.name=multi_label", "task.num_classes=6")), Launch("python"))
     assert "6 classes (multi-label)" in text and torch.get_default_device().type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["ema.every=10"], "ema.every=10: the run has 9 updates, so the average is never made and never scored"),
+        (["ema.copy_epochs=3"], "ema.copy_epochs=3: the run has 3 epochs, so the average stays a copy of the weights"),
+        (
+            ["optim.per=epoch", "optim.epoch_lag=100"],
+            "the run has 3 epochs, so the learning rate stays 0; nothing is learned",
+        ),
+        (["optim.per=epoch", "optim.epoch_lag=2", "optim.warmup_epochs=null"], "so the learning rate stays 0.002"),
+    ],
+)
+def test_what_never_comes_to_pass_is_said(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(tiny(*words, "dry_run=true")) == 0
+    assert text in capsys.readouterr().out
+    assert main(tiny("ema.every=9", "ema.copy_epochs=2", "dry_run=true")) == 0
+    assert "note:" not in capsys.readouterr().out

@@ -94,6 +94,22 @@ def ema_decay(config: EmaConfig, length: Length, *, updates: int, images_seen: i
     return min(decay, 1 - (1 + updates) ** (-2 / 3)) if config.ramp == "power" else decay
 
 
+def average_notes(config: EmaConfig, length: Length) -> list[str]:
+    """What a user should know about an average that this run never has."""
+    if not config.enabled:
+        return []
+    if config.every > length.total_steps:
+        return [
+            f"ema.every={config.every}: the run has {length.total_steps:,} updates, so the average is never made and never scored"
+        ]
+    if config.copy_epochs >= length.epochs:
+        return [
+            f"ema.copy_epochs={config.copy_epochs:g}: the run has {length.epochs:g} epochs, so the average stays a copy of the "
+            "weights"
+        ]
+    return []
+
+
 class Ema:
     """The averaged copy of named tensors, kept beside the live ones.
 

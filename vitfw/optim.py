@@ -145,6 +145,17 @@ def resolve_learning_rate(config: OptimConfig, global_batch: int) -> ResolvedRat
     return ResolvedRate(value, f"{number_text(value)} = {number_text(config.base_lr)} x {factor}")
 
 
+def schedule_notes(config: OptimConfig, peak: float, length: Length) -> list[str]:
+    """What a user should know about a schedule that never gets going."""
+    if config.epoch_lag + 1 < length.epochs or not config.epoch_lag:
+        return []
+    first = learning_rate(config, peak, 0, length)
+    return [
+        f"optim.epoch_lag={config.epoch_lag}: the run has {length.epochs:g} epochs, so the learning rate stays {first:g}"
+        + ("; nothing is learned" if first == 0 else "")
+    ]
+
+
 def _kind(parameter: Tensor, layer: int, top: int, config: OptimConfig) -> str:
     """What the optimiser treats apart: LARS trusts only matrices, Muon orthogonalises only hidden matrices."""
     if config.name == "lars":

@@ -17,6 +17,7 @@ from vitfw.data.mix import BatchAugment
 from vitfw.data.order import TrainOrder
 from vitfw.data.resources import fit_prefetch, resolve_workers
 from vitfw.data.section import build_train_order, check_repeats, open_data
+from vitfw.ema import average_notes
 from vitfw.evaluate.freezing import freeze
 from vitfw.evaluate.short_tune import ShortTune, plan_short_tune
 from vitfw.guard import check_precision
@@ -27,7 +28,7 @@ from vitfw.models.preprocess import check as check_preprocessing
 from vitfw.models.probe_head import ProbeHead
 from vitfw.models.variants import ModelConfig, input_size
 from vitfw.models.vit import ViT
-from vitfw.optim import ResolvedRate, resolve_learning_rate
+from vitfw.optim import ResolvedRate, resolve_learning_rate, schedule_notes
 from vitfw.parallel import starts_on_rank_0
 from vitfw.schedules import Length, learning_rate, resolve_length
 from vitfw.seeding import derive, seed_all
@@ -125,6 +126,9 @@ def begin(config: Config, launch: Launch, *, num_images: int, num_classes: int, 
     length = resolve_length(config.train, num_images)
     rate = resolve_learning_rate(config.optim, length.global_batch)
     learning_rate(config.optim, rate.value, 0, length)  # refuses a warm-up longer than the run, an end above the peak
+    for word in [*schedule_notes(config.optim, rate.value, length), *average_notes(config.ema, length)]:
+        if launch.is_main:
+            print(f"note: {word}")
     images_per_device, accumulation = split_batch(length.global_batch, launch.world, config.machine.images_per_device)
     check_repeats(config.data, config.augment.repeats)
     seed = _seed(config, launch)

@@ -6,6 +6,7 @@ Exit status: 0 finished, 2 refused before any work, 75 stopped, with what was do
 """
 
 import contextlib
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -113,6 +114,7 @@ def _train(
     config: Config, launch: Launch, run: "Run", prepared: "Prepared", recipe: dict[str, Any], stop: "StopRequest"
 ) -> int:
     from vitfw.checkpoint import CheckpointError
+    from vitfw.data.ledger import BadDataError
     from vitfw.fit import build_fit  # Lightning loads only once the words are known to be right
     from vitfw.run import mark_finished
     from vitfw.summary import closing_text, start_text
@@ -138,6 +140,9 @@ def _train(
         return FINISHED
     except CheckpointError:
         raise  # what there is cannot be gone on from: a sentence for the user
+    except BadDataError as error:  # nothing in the code is wrong: a sentence for the user, in log.txt too
+        print(f"vitfw: {error}", file=sys.stderr, flush=True)
+        return FAILED
     except Exception:
         traceback.print_exc()  # here, so that log.txt has it too
         return FAILED

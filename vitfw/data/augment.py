@@ -7,12 +7,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
-from vitfw.data.operations import RESAMPLING, build_operations
+from vitfw.data.operations import PILLOW, RESAMPLING, build_operations
 from vitfw.data.policies import POLICIES, STATISTICS, Crop, Interpolation, Policy
+
+LARGE = 16  # times the pixels of the crop, above which a resized image is not made whole
+LEAST_CROP, LEAST_STD = 0.1, 1e-3  # below, an evaluated crop is a speck and a normalised image overflows
 
 Size = tuple[int, int]  # (height, width)
 Box = tuple[int, int, int, int]  # (top, left, height, width)
@@ -100,8 +104,8 @@ class AugmentConfig:
             raise ValueError(f"augment.ratio={self.ratio}: must rise and be above 0")
         for key in ("eval_crop", "train_crop"):
             value = getattr(self, key)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"augment.{key}={value}: must lie in (0, 1]")
+            if value is not None and not LEAST_CROP <= value <= 1:
+                raise ValueError(f"augment.{key}={value}: must lie in [{LEAST_CROP}, 1]")
         if self.repeats < 1:
             raise ValueError(f"augment.repeats={self.repeats}: must be at least 1")
         if (self.mean is None) != (self.std is None):
@@ -144,8 +148,10 @@ def statistics(config: AugmentConfig, channels: int) -> tuple[tuple[float, ...],
     else:
         name = resolve_policy(config).statistics
         mean, std = STATISTICS[name]
-    if not all(value > 0 for value in std):
-        raise ValueError(f"augment.std={std}: each must be above 0")
+    if not all(LEAST_STD <= value < math.inf for value in std) or not all(math.isfinite(value) for value in mean):
+        raise ValueError(
+            f"augment.mean={mean}, augment.std={std}: finite numbers for images in 0 to 1; each deviation {LEAST_STD} or more"
+        )
     if len(mean) != len(std) or len(mean) not in (1, channels):
         raise ValueError(
             f"augment statistics {name}: {len(mean)} means and {len(std)} deviations for {channels} channels; "
@@ -160,11 +166,54 @@ def _resize(image: Any, size: Size, interpolation: Interpolation) -> Any:
     return F.resize(image, list(size), RESAMPLING[interpolation], antialias=True)
 
 
-def _resize_to_cover(image: Any, size: Size, interpolation: Interpolation) -> Any:
-    """Keeps the shape of the image; afterwards one side equals `size`, the other is at least as long."""
+def _cover(image: Any, size: Size) -> Size:
+    """The size at which the image keeps its shape, with one side equal to `size` and the other at least as long."""
     height, width = F.get_size(image)
     factor = max(size[0] / height, size[1] / width)
-    return _resize(image, (max(size[0], int(height * factor)), max(size[1], int(width * factor))), interpolation)
+    return max(size[0], int(height * factor)), max(size[1], int(width * factor))
+
+
+def _resize_part(image: Any, whole: Size, box: Box, interpolation: Interpolation) -> Any:
+    """The part `box` of the image resized to `whole`; of an image with extreme sides the rest is never made.
+
+    Pillow's filter reads beyond its box, so the pixels are those of the whole, but for the rounding of its coordinates.
+    """
+    top, left, rows, columns = box
+    if F.get_size(image) == list(whole) or whole[0] * whole[1] <= LARGE * rows * columns:
+        return F.crop(_resize(image, whole, interpolation), *box)
+    if isinstance(image, Tensor):
+        bands = [_resize_part(Image.fromarray(band), whole, box, interpolation) for band in image.numpy()]
+        return torch.from_numpy(np.stack([np.asarray(band) for band in bands]))
+    down, across = image.height / whole[0], image.width / whole[1]
+    right, bottom = min(image.width, (left + columns) * across), min(image.height, (top + rows) * down)
+    return image.resize((columns, rows), PILLOW[interpolation], box=(left * across, top * down, right, bottom))
+
+
+def _center(whole: Size, size: Size) -> Box:
+    """The box that torchvision's centre crop takes."""
+    return round((whole[0] - size[0]) / 2), round((whole[1] - size[1]) / 2), *size
+
+
+def _padded_part(image: Any, whole: Size, box: Box, interpolation: Interpolation, *, reflect: bool) -> Any:
+    """As `_resize_part` for a box that may reach beyond the image, where it is black or mirrored."""
+    before, after, first, last = [], [], [], []
+    for start, length, limit in zip(box[:2], box[2:], whole, strict=True):
+        missing = max(0, -start), max(0, start + length - limit)
+        low, high = max(0, start), min(limit, start + length)
+        if reflect:  # what is mirrored must be there
+            low = min(low, limit - 1 - missing[1]) if missing[1] else low
+            high = max(high, missing[0] + 1) if missing[0] else high
+        low, high = max(0, low), min(limit, high)
+        before.append(missing[0])
+        after.append(missing[1])
+        first.append(low)
+        last.append(high)
+    part = _resize_part(image, whole, (first[0], first[1], last[0] - first[0], last[1] - first[1]), interpolation)
+    if any(before + after):
+        padding = [before[1], before[0], after[1], after[0]]
+        part = F.pad(part, padding, padding_mode="reflect" if reflect else "constant")
+    top, left = box[0] - first[0] + before[0], box[1] - first[1] + before[1]
+    return F.crop(part, top, left, box[2], box[3])
 
 
 def _to_tensor(image: Any, channels: int) -> Tensor:
@@ -228,15 +277,13 @@ class TrainTransform:
         if crop in ("resized", "resized_once", "squash"):
             return _resize(image, self.size, interpolation)
         larger = self.policy.train_crop if crop == "random" else 1.0
-        image = _resize_to_cover(image, (round(height / larger), round(width / larger)), interpolation)
+        whole = _cover(image, (round(height / larger), round(width / larger)))
         if crop == "center":
-            return F.center_crop(image, [height, width])
-        if crop in ("padded", "simple") and self.padding:
-            image = F.pad(image, [self.padding] * 4, padding_mode="reflect" if crop == "simple" else "constant")
-        rows, columns = F.get_size(image)
-        top = int(torch.randint(0, rows - height + 1, ()).item())
-        left = int(torch.randint(0, columns - width + 1, ()).item())
-        return F.crop(image, top, left, height, width)
+            return _resize_part(image, whole, _center(whole, self.size), interpolation)
+        padding = self.padding if crop in ("padded", "simple") else 0
+        top = int(torch.randint(0, whole[0] + 2 * padding - height + 1, ()).item()) - padding
+        left = int(torch.randint(0, whole[1] + 2 * padding - width + 1, ()).item()) - padding
+        return _padded_part(image, whole, (top, left, height, width), interpolation, reflect=crop == "simple")
 
 
 def _box_in_one_try(height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
@@ -264,7 +311,7 @@ def eval_transform(config: AugmentConfig, *, size: Size, channels: int = 3) -> C
     def transform(image: Any) -> Tensor:
         if config.eval_resize == "squash":
             return _to_tensor(_resize(image, size, policy.eval_interpolation), channels)
-        image = _resize_to_cover(image, resized, policy.eval_interpolation)
-        return _to_tensor(F.center_crop(image, list(size)), channels)
+        whole = _cover(image, resized)
+        return _to_tensor(_resize_part(image, whole, _center(whole, size), policy.eval_interpolation), channels)
 
     return transform

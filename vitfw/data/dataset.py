@@ -108,6 +108,8 @@ class ImageDataset(Dataset[Sample]):
             return self._augment(image, derive(self.seed, "augment", *draw))
         except UndecodableError as error:
             raise UndecodableError(f"{self.samples.place(draw.index)}: {error}") from error
+        except MemoryError as error:
+            raise UndecodableError(f"{self.samples.place(draw.index)}: too large for the memory at hand") from error
         except OSError as error:  # Pillow reads a JPEG at its first use, inside the transform
             raise UndecodableError(f"{self.samples.place(draw.index)}: {type(error).__name__}: {error}") from error
 

@@ -5,6 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+class BadDataError(OSError):
+    """Data that a run cannot go on with. The text is for the user: nothing in the code is wrong."""
+
+
 class Ledger:
     """Bad images of one rank: each is reported once, and too many in one epoch stop the run.
 
@@ -24,7 +28,7 @@ class Ledger:
         self.epoch_rows = set()
 
     def add(self, entries: list[tuple[int, str]]) -> None:
-        """Raises RuntimeError above the limit; the text holds the newest reason."""
+        """Raises BadDataError above the limit; the text holds the newest reason."""
         for row, reason in entries:
             self.epoch_rows.add(row)
             if row in self.known:
@@ -35,7 +39,7 @@ class Ledger:
                 with self.file.open("a") as file:
                     file.write(json.dumps({"row": row, "reason": reason}) + "\n")
         if len(self.epoch_rows) > self.allowed:
-            raise RuntimeError(
+            raise BadDataError(
                 f"{len(self.epoch_rows)} bad images in this epoch on this rank, over data.bad_limit={self.limit} "
                 f"({self.allowed}); the last: {self.known[entries[-1][0]]}"
             )

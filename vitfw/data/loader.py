@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from vitfw.data.dataset import ImageDataset, Sample, Transform
+from vitfw.data.decode import UndecodableError
 from vitfw.data.index import Samples
-from vitfw.data.ledger import Ledger
+from vitfw.data.ledger import BadDataError, Ledger
 from vitfw.data.order import Draw, TrainOrder, eval_order
 from vitfw.data.resources import fit_prefetch, resolve_workers
 from vitfw.data.section import DataConfig, build_train_order, open_data
@@ -28,8 +29,32 @@ __all__ = ["DataConfig", "Loader", "build_eval_loader", "build_train_loader", "b
 Batch = dict[str, torch.Tensor]
 
 
-def collate(samples: list[Sample]) -> dict[str, object]:
-    """Samples -> {"image" uint8 [B, C, H, W], "label" int64 [B] or float32 [B, K], "index" int64 [B], "bad" list}."""
+class Guarded(Dataset[Sample | BadDataError]):
+    """A data set whose faults are values: as exceptions, torch would wrap a worker's traceback into their text."""
+
+    def __init__(self, dataset: ImageDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, draw: Draw) -> Sample | BadDataError:
+        try:
+            return self.dataset[draw]
+        except (UndecodableError, OSError) as error:
+            return BadDataError(str(error))
+
+
+def collate(samples: list[Sample | BadDataError]) -> dict[str, object]:
+    """Samples -> {"image" uint8 [B, C, H, W], "label" int64 [B] or float32 [B, K], "index" int64 [B], "bad" list}, or
+    {"fault" text} where one cannot be had."""
+    fault = next((sample for sample in samples if isinstance(sample, BadDataError)), None)
+    if fault is not None:
+        return {"fault": str(fault)}
+    return _stack([sample for sample in samples if not isinstance(sample, BadDataError)])
+
+
+def _stack(samples: list[Sample]) -> dict[str, object]:
     labels = np.stack([sample["label"] for sample in samples])
     return {
         "image": default_collate([sample["image"] for sample in samples]),  # in a worker: straight into shared memory
@@ -104,16 +129,21 @@ class Loader:
         self.ledger.start_epoch()
         with _without_worker_advice():
             batches = iter(self.loader)
-        number = 0
+        number, seen = 0, False
         for batch in batches:
             if number == left:
                 epoch, images, number, left = epoch + 1, 0, 0, len(self)
                 self.ledger.start_epoch()
+            if "fault" in batch:
+                raise BadDataError(batch["fault"])
             self.ledger.add(batch.pop("bad"))
+            seen = seen or self.order is not None or bool((batch["index"] >= 0).any())
             if self.trace is not None:
                 self._write_trace(epoch, images, number, batch["index"])
             number += 1
             yield batch
+        if not seen and self.ledger.known:
+            self.ledger.report("note: no image of this set can be read: its scores mean nothing")
 
     def _write_trace(self, epoch: int, images: int, number: int, index: torch.Tensor) -> None:
         assert self.trace is not None
@@ -218,7 +248,7 @@ def _torch_loader(
 ) -> DataLoader:
     with _without_worker_advice():
         return DataLoader(
-            dataset,
+            Guarded(dataset),
             batch_sampler=Batches(batches),
             collate_fn=collate,
             num_workers=workers,

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from PIL import Image
 from torchvision.transforms import v2
 
 from vitfw.data.policies import Interpolation
@@ -17,6 +18,13 @@ RESAMPLING = {
     "bicubic": v2.InterpolationMode.BICUBIC,
     "lanczos": v2.InterpolationMode.LANCZOS,
     "area": v2.InterpolationMode.BOX,
+}
+PILLOW = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "area": Image.Resampling.BOX,
 }
 
 # timm itself skips a section that it cannot read, and takes the plain set for a set (-t) that it does not know
