@@ -52,7 +52,7 @@ def layer_of(name: str) -> int:
         "vitfw.optim": 2, "vitfw.checkpoint": 2, "vitfw.tasks.task": 2,
         "vitfw.tasks": 4,
         "vitfw.module": 5,
-        "vitfw.trainer": 6, "vitfw.after_step": 6, "vitfw.saver": 6, "vitfw.run": 6, "vitfw.preempt": 6,
+        "vitfw.trainer": 6, "vitfw.after_step": 6, "vitfw.saver": 6, "vitfw.run": 6, "vitfw.folder_lock": 6, "vitfw.preempt": 6,
         "vitfw.config": 7,
         "train": 9,
     }  # fmt: skip

@@ -288,3 +288,36 @@ def test_a_run_without_its_checkpoints_says_that_it_begins_anew(
         file.unlink()
     assert main([*words, "stop_after=1"]) == 75
     assert "holds no checkpoint, although this run has begun before" in capsys.readouterr().out
+
+
+def test_a_changed_run_that_has_nothing_left_to_train_is_refused(
+    uncut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shorter than what is done, or finished: config.yaml would claim what was never trained. The folder stays as it was."""
+    shutil.copytree(uncut, tmp_path / "run")
+    words = tiny(f"out={tmp_path / 'run'}", "resume=changed")
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in ("config.yaml", "provenance.json")}
+    for change, ends in (("optim.lr=0.5", "9"), ("train.epochs=2", "6")):
+        assert main([*tiny(change), *words[-2:]]) == 2
+        error = capsys.readouterr().err
+        assert f"the run has done 9 steps, and with {change.partition('=')[0]}: " in error
+        assert (
+            f"it ends after {ends}: nothing is left to train. Lengthen it (train.epochs), or start a new run" in error
+        )
+    assert main([*tiny("train.global_batch=16"), *words[-2:]]) == 2
+    assert "train.global_batch: 32 -> 16: this run has done 9 steps of its own batch" in capsys.readouterr().err
+    assert before == {name: (tmp_path / "run" / name).read_bytes() for name in before}
+    assert main([*tiny("train.epochs=4"), *words[-2:]]) == 0  # longer is a change that can be taken up
+    assert final(tmp_path / "run")["progress"]["step"] == 12
+
+
+def test_the_runs_own_record_without_its_parts_is_named(
+    uncut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(uncut, tmp_path / "run")
+    file = tmp_path / "run" / "provenance.json"
+    whole = json.loads(file.read_text())
+    for damage in ({"attempts": None}, {"run_id": None}, {"attempts": [1]}):
+        file.write_text(json.dumps(whole | damage))
+        assert main([*TINY, f"out={tmp_path / 'run'}"]) == 2
+        assert "provenance.json is not what a run writes" in capsys.readouterr().err

@@ -242,6 +242,16 @@ def from_another_save(folder: Path) -> None:
     shutil.copyfile(folder.parent / "step-000000001.ckpt" / "part-00001.ckpt", folder / "part-00001.ckpt")
 
 
+def from_another_run(folder: Path) -> None:
+    """The same step of the same attempt of a run with another seed: the same names, shapes and sizes."""
+    path = folder / "part-00001.ckpt"
+    part = torch.load(path, weights_only=True)
+    torch.save({**part, "run": "other-1234abcd"}, path)
+    index = json.loads((folder / "index.json").read_text())
+    index["parts"][path.name] = path.stat().st_size
+    (folder / "index.json").write_text(json.dumps(index))
+
+
 def without_a_piece(folder: Path) -> None:
     """A whole index over too few parts."""
     index = json.loads((folder / "index.json").read_text())
@@ -254,6 +264,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a part is cut off": (lambda folder: os.truncate(folder / "part-00001.ckpt", 700), "has 700 bytes, not"),
     "a bit is flipped": (lambda folder: flip(folder / "part-00001.ckpt"), "is damaged|cannot be read"),
     "a part is of another save": (from_another_save, "is not a part of the checkpoint that index.json describes"),
+    "a part is of another run": (from_another_run, "is not a part of the checkpoint that index.json describes"),
     "the index is missing": (lambda folder: (folder / "index.json").unlink(), "index.json cannot be read"),
     "the index is empty": (lambda folder: (folder / "index.json").write_text(""), "index.json cannot be read"),
     "the index is foreign": (

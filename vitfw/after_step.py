@@ -248,7 +248,8 @@ class AfterStep(pl.Callback):
         """Once for each state of the run. Entered by all ranks."""
         if self._saved == (module.step, self.progress.evaluated):
             return
-        self.progress = replace(self.progress, step=module.step, images=module.images_seen, attempt=self.run.attempt)
+        where = {"step": module.step, "images": module.images_seen}
+        self.progress = replace(self.progress, **where, attempt=self.run.attempt, run=self.run.run_id)
         best_of = [split for split in self.results if self._is_best(split, module.step)]
         self.saver.save(module, _optimizer(trainer), self.progress, best_of=best_of)
         self._saved = (module.step, self.progress.evaluated)

@@ -42,6 +42,7 @@ class Progress:
     step: int = 0
     images: int = 0
     attempt: int = 0
+    run: str = ""  # identity of the run that made it
     evaluated: int = 0  # step of the last evaluation: a run stopped before one that was due makes up for it
     best: dict[str, float] = field(default_factory=dict)  # {metric: best value so far}
     best_step: dict[str, int] = field(default_factory=dict)

@@ -34,6 +34,9 @@ class RunError(ValueError):
     """The run folder cannot be used as asked; the text is for the user."""
 
 
+LOCK = ".lock"
+
+
 @dataclass(frozen=True)
 class Run:
     """One opened run folder. `attempt` counts the starts of this run from 0; `run_id` stays the same over all of them."""
@@ -63,17 +66,18 @@ def open_run(
     data: Mapping[str, str | None],
     defaults: Mapping[str, Any] | None = None,
     resume: Literal["same", "changed"] = "same",
+    position: tuple[int, int] | None = None,
 ) -> Run:
     """Makes the folder, or goes on in it. `recipe` is all that may change the result, as plain containers;
     `data` the fingerprint of each set (keys, labels and sizes of all images). Keys that an older version did not know, so
-    that the folder has no value for them, count as their `defaults`.
+    that the folder has no value for them, count as their `defaults`. `position`: steps that are done, and in all.
 
     Raises RunError, before anything is written, when the folder holds a run with another configuration (unless `resume` is
-    "changed", which records the change) or is no run folder at all.
+    "changed", which records the change, and the change leaves something to train) or is no run folder at all.
     """
     config_file, provenance_file = folder / "config.yaml", folder / "provenance.json"
     if not config_file.exists():
-        if folder.exists() and not _left_by_a_start(folder):
+        if folder.exists() and not left_by_a_start(folder):
             raise RunError(
                 f"out={folder}: the folder is not empty and holds no run (no config.yaml); choose another out="
             )
@@ -94,7 +98,7 @@ def open_run(
             raise RunError(
                 f"out={folder}: the run's own files cannot be read ({error}); choose another out="
             ) from error
-        if not isinstance(stored, dict) or not isinstance(provenance, dict) or "attempts" not in provenance:
+        if not isinstance(stored, dict) or not _is_provenance(provenance):
             raise RunError(
                 f"out={folder}: config.yaml or provenance.json is not what a run writes; choose another out="
             )
@@ -109,6 +113,8 @@ def open_run(
                 f"out={folder} holds a run with another configuration: {'; '.join(changes)}. "
                 "Choose another out=, or go on with the new one by resume=changed"
             )
+        if changes and position is not None:
+            _check_change(folder, changes, *position)
     finished = bool(provenance.get("finished")) and not changes
     attempt = len(provenance["attempts"])
     if not finished:
@@ -131,6 +137,32 @@ def open_run(
         write_text(provenance_file, json.dumps(provenance, indent=2) + "\n")
         write_text(config_file, yaml.safe_dump(dict(recipe), sort_keys=False))
     return Run(folder, provenance["run_id"], attempt, finished, notes)
+
+
+def _is_provenance(found: Any) -> bool:
+    if not isinstance(found, dict):
+        return False
+    attempts = found.get("attempts")
+    return isinstance(found.get("run_id"), str) and isinstance(attempts, list) and all(map(_is_mapping, attempts))
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _check_change(folder: Path, changes: list[str], done: int, total: int) -> None:
+    """Raises RunError for changes that a run which stands at step `done` cannot take up."""
+    fresh = f"start a new run from its weights: weights={folder}/checkpoints/last.ckpt and another out="
+    batch = next((line for line in changes if line.startswith("train.global_batch: ")), None)
+    if batch is not None:
+        raise RunError(
+            f"{batch}: this run has done {done:,} steps of its own batch, by which its position is counted; {fresh}"
+        )
+    if done >= total:
+        raise RunError(
+            f"out={folder}: the run has done {done:,} steps, and with {'; '.join(changes)} it ends after {total:,}: nothing is "
+            f"left to train. Lengthen it (train.epochs), or {fresh}"
+        )
 
 
 def with_defaults(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,12 +188,12 @@ def _notes(attempts: list[dict[str, Any]], added: list[str]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _left_by_a_start(folder: Path) -> bool:
+def left_by_a_start(folder: Path) -> bool:
     """Whether the folder holds nothing but what a start that was killed before its first record leaves behind."""
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
-    own = {"checkpoints", "provenance.json", ".provenance.json.tmp", ".config.yaml.tmp"}
+    own = {"checkpoints", LOCK, "provenance.json", ".provenance.json.tmp", ".config.yaml.tmp"}
     return names <= own and not any((folder / "checkpoints").glob("*"))
 
 

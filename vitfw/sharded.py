@@ -195,9 +195,9 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _save_of(progress: Mapping[str, Any]) -> dict[str, int]:
+def _save_of(progress: Mapping[str, Any]) -> dict[str, Any]:
     """What all parts of one save have in common, and parts of no other have."""
-    return {"step": progress["step"], "attempt": progress["attempt"]}
+    return {"run": progress.get("run", ""), "step": progress["step"], "attempt": progress["attempt"]}
 
 
 def write_index(folder: Path, parts: Mapping[str, int], progress: Mapping[str, Any]) -> None:

@@ -83,17 +83,19 @@ def _run(words: Sequence[str], signals: Signals) -> int:
 def train(config: Config, launch: Launch, words: list[str], *, signals: Signals | None = None) -> int:
     """Trains one configuration in this process, one of `launch.world`, and returns the exit status. `signals`: what came
     before this run has something to save."""
+    from vitfw.folder_lock import FolderLock
     from vitfw.preempt import StopRequest, mark_stopped
     from vitfw.prepare import prepare
     from vitfw.run import log_to, run_config
 
     signals = signals or Signals()
-    stop = None
+    stop, lock = None, FolderLock(config.folder)
     try:
         prepared = prepare(config, launch)  # refuses; nothing has been written when it raises
         if on_any(signals.number is not None):
             raise LeaveNow(leaving_text(signals.number))
         recipe = run_config(config.recipe_part(), prepared.seed)
+        on_main(launch, lock.acquire)
         run = on_main(launch, lambda: _open(config, prepared, recipe, words))
         stop = StopRequest(config.machine.stop_signal, wall_minutes=config.machine.wall_minutes)
         stop.install()  # from here on a signal is heeded before the first step, and after each
@@ -106,6 +108,7 @@ def train(config: Config, launch: Launch, words: list[str], *, signals: Signals 
             mark_stopped(config.folder, _newest_step(config.folder))
         raise
     finally:
+        lock.release()
         if stop is not None:
             stop.uninstall()
 
@@ -116,6 +119,7 @@ def _train(
     from vitfw.checkpoint import CheckpointError
     from vitfw.data.ledger import BadDataError
     from vitfw.fit import build_fit  # Lightning loads only once the words are known to be right
+    from vitfw.guard import DivergedError
     from vitfw.run import mark_finished
     from vitfw.summary import closing_text, start_text
 
@@ -140,7 +144,7 @@ def _train(
         return FINISHED
     except CheckpointError:
         raise  # what there is cannot be gone on from: a sentence for the user
-    except BadDataError as error:  # nothing in the code is wrong: a sentence for the user, in log.txt too
+    except (BadDataError, DivergedError) as error:  # nothing in the code is wrong: a sentence, in log.txt too
         print(f"vitfw: {error}", file=sys.stderr, flush=True)
         return FAILED
     except Exception:
@@ -179,9 +183,11 @@ def _open(config: Config, prepared: "Prepared", recipe: dict[str, Any], words: l
     from vitfw import checkpoint
     from vitfw.run import open_run
 
+    position = None
     if config.resume == "changed" and (found := checkpoint.newest(config.folder / "checkpoints")) is not None:
         stored = checkpoint.load(found[0], pieces=True)
         checkpoint.check_names(prepared.task.state_dict(), stored["model"], "model")
+        position = found[1].step, prepared.length.total_steps
     sets = {"train": prepared.train_set, "val": prepared.val_set}
     return open_run(
         config.folder,
@@ -192,6 +198,7 @@ def _open(config: Config, prepared: "Prepared", recipe: dict[str, Any], words: l
         data={split: None if samples is None else samples.fingerprint() for split, samples in sets.items()},
         defaults=config.default_part(),
         resume=config.resume,
+        position=position,
     )
 
 

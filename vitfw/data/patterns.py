@@ -46,7 +46,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 def split_list(text: str) -> list[str]:
     """Splits at commas outside braces and brackets: `a-{x,y}.tar, b.tar` -> two patterns."""
-    if Path(text).exists():  # whatever signs its name holds
+    if text and Path(text).exists():  # whatever signs its name holds
         return [text]
     parts, depth, current = [], 0, ""
     for character in text:
