@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
     config = ModelConfig(variant="vit_ti2", image_size=8, in_channels=1, width=24, depth=2, heads=2)
     folder = tmp_path_factory.mktemp("weights") / "export"
-    names = tuple(f"digit {number}" for number in range(10))
+    names = tuple(str(number) for number in range(10))
     prepared = Preprocessing(size=(8, 8), mean=(0.5,), std=(0.5,), crop=1.0, class_names=names)
     export(build_model(config, num_classes=10), folder, preprocessing=prepared)
     return str(folder)
@@ -83,7 +83,7 @@ def test_eval__other_sizes_and_calibration(place: str) -> None:
         (["data.vall=x"], r"vall"),
         (
             [f"data.val={DATA}/val-*.tar", f"calibrate={DATA}/val-*.tar"],
-            r"is data.val itself: fitting there would flatter",
+            r"images are in data.val itself: fitting there would flatter",
         ),
         ([f"data.val={DATA}/val-*.tar", "sizes=[9]"], r"size 9: not divisible by the patch"),
         ([f"data.val={DATA}/val-*.tar", "crop=2"], r"crop=2.0: must lie in \(0, 1\]"),
@@ -93,15 +93,22 @@ def test_eval__other_sizes_and_calibration(place: str) -> None:
         ),
         ([f"data.val={DATA}/val-*.tar", "robustness.c=x"], r"robustness.c=x: x/gaussian_noise/1 is missing"),
         (
-            [f"data.val={DATA}/val-*.tar", "robustness.v2=data/digits/val-00000.tar"],
-            r"classes are unknown to the model",
+            [f"data.val={DATA}/val-*.tar", f"calibrate={DATA}/../digits/val-00000.tar"],
+            r"calibrate=.*: \d+ of its \d+ images are in data.val itself",
+        ),
+        ([f"data.val={DATA}/val-*.tar", "calibrate=/nope"], r"calibrate=/nope: "),
+        ([f"data.val={DATA}/val-*.tar", "robustness.v2=/nope"], r"robustness.v2=/nope: "),
+        ([f"data.val={DATA}/val-*.tar", "robustness.real=README.md"], r"robustness.real=README.md: Expecting value"),
+        (
+            [f"data.val={DATA}/val-*.tar", "robustness.cifar_c=true"],
+            r"robustness.cifar_c=true: .* is 8 x 8 pixels; the strengths are those of 32 x 32 pictures",
         ),
         (["--out=x"], r"--out=x: not of the form key=value"),
         (["which=raw", "which=ema"], r"which is given twice with different values: raw and ema"),
     ],
 )
 def test_eval__mistakes_are_named(place: str, words: list[str], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, OSError), match=text):
         evaluate_place(place, [*QUICK, *words])
 
 
@@ -116,8 +123,8 @@ def test_predict__image_files_in_labels_out_as_eval_says(
     evaluate_place(place, [*QUICK, f"data.val={DATA}/val-00000.tar", f"predictions={tmp_path / 'p.csv'}"])
     _, logits = read_logits(tmp_path / "p.csv")
     answers = predict_images(place, files, ["top=2"])
-    assert [answer[0][0] for answer in answers] == [f"digit {number}" for number in logits[:3].argmax(1)]
-    assert len(answers[0]) == 2 and f"{files[0]}\tdigit" in capsys.readouterr().out
+    assert [answer[0][0] for answer in answers] == [str(number) for number in logits[:3].argmax(1)]
+    assert len(answers[0]) == 2 and f"{files[0]}\t{answers[0][0][0]} " in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"nowhere.png: no such image file \(and 1 more\)"):
         predict_images(place, ["nowhere.png", "neither.png"])
 
@@ -167,6 +174,8 @@ def test_probe__augmented_views(place: str, tmp_path: Path) -> None:
     assert "2 augmented views" in found["probe"]["protocol"]
     with pytest.raises(ValueError, match=r"methods=\['kn'\]: one or more of probe, knn, logistic, few_shot"):
         probe_place(place, ["methods=[kn]"])
+    with pytest.raises(ValueError, match=r"features.policy=foo: one of .*digits"):
+        probe_place(place, ["features.policy=foo"])
 
 
 def folder_set(root: Path, names: dict[str, int], size: int = 32) -> str:
@@ -219,13 +228,13 @@ def test_several_labels_an_image__scores_thresholds_and_probe(place: str, tmp_pa
         ]
     for name, part in (("train", members[:60]), ("val", members[60:])):
         write_tar(tmp_path / f"{name}.tar", part)
-        (tmp_path / "classes.txt").write_text("\n".join(f"digit {number}" for number in range(10)) + "\n")
+        (tmp_path / "classes.txt").write_text("\n".join(str(number) for number in range(10)) + "\n")
     words = [*QUICK, f"data.val={tmp_path / 'val.tar'}"]
     plain = evaluate_place(place, words)
     assert plain["thresholds_from"] == "probability 0.5" and plain["scores"]["samples"] == 30
     fitted = evaluate_place(place, [*words, f"calibrate={tmp_path / 'train.tar'}", f"predictions={tmp_path / 'p.csv'}"])
     assert fitted["scores"]["map"] == plain["scores"]["map"] and len(fitted["thresholds"]) == 10
-    assert (tmp_path / "p.csv").read_text().startswith("key,target_digit 0,")
+    assert (tmp_path / "p.csv").read_text().startswith("key,target_0,")
     quick = ["probe.rates=[0.1]", "probe.least_steps=20", "knn.neighbours=[3]", "logistic.strengths=[1]"]
     more = [f"data.train={tmp_path / 'train.tar'}", f"features.folder={tmp_path / 'f'}", "methods=[probe,knn,logistic]"]
     found = probe_place(place, [*words, *more, *quick])

@@ -111,8 +111,8 @@ def predict(words: list[str]) -> int:
 
     place, rest = _place(words, "predict", predict)
     images = [word for word in rest if "=" not in word or Path(word).is_file()]
-    predict_images(place, images, [word for word in rest if word not in images])
-    return 0
+    answers = predict_images(place, images, [word for word in rest if word not in images])
+    return 0 if all(answers) else 1
 
 
 def _place(words: list[str], name: str, verb: Verb) -> tuple[str, list[str]]:
@@ -120,7 +120,7 @@ def _place(words: list[str], name: str, verb: Verb) -> tuple[str, list[str]]:
     if words[:1] in (["-h"], ["--help"]):
         print(f"usage: vitfw {name} {verb.__doc__}")
         sys.exit(0)
-    if not words or "=" in words[0]:
+    if not words or ("=" in words[0] and not Path(words[0].removeprefix("local-dir:")).exists()):
         raise ValueError(f"vitfw {name} {(verb.__doc__ or '').splitlines()[0]}")
     return words[0], words[1:]
 

@@ -6,6 +6,7 @@ comes from it too, so a result belongs to the weights and not to the words.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 
 from vitfw.data.augment import eval_transform
-from vitfw.data.decode import decode
+from vitfw.data.decode import UndecodableError, decode
 from vitfw.data.index import Samples
 from vitfw.data.mix import BatchAugment
-from vitfw.data.section import DataConfig
+from vitfw.data.section import DataConfig, open_split
 from vitfw.evaluate.calibration import fit_temperature, reliability, softmax
 from vitfw.evaluate.multilabel import fit_thresholds, multilabel_scores
 from vitfw.evaluate.predictions import Predictions, write_predictions
@@ -26,8 +27,20 @@ from vitfw.evaluate.resolution import at_size
 from vitfw.evaluate.scores import class_table, classification_scores, confusion_matrix
 from vitfw.launch import Launch, MachineConfig
 from vitfw.models.reading import Which
-from vitfw.opened import Opened, augment_of, autocast_of, evaluation_set, open_network, parse, start
-from vitfw.robustness_sets import RobustnessConfig, robustness_results
+from vitfw.opened import (
+    Opened,
+    augment_of,
+    autocast_of,
+    evaluation_set,
+    for_head,
+    named,
+    open_network,
+    open_set,
+    parse,
+    shared_images,
+    start,
+)
+from vitfw.robustness_sets import RobustnessConfig, open_robustness, robustness_results
 from vitfw.run import write_text
 
 
@@ -59,10 +72,17 @@ def evaluate_place(place: str, words: Sequence[str]) -> dict[str, Any]:
     config = parse(EvaluateConfig, words)
     launch = start(config.machine)
     opened = open_network(place, launch, config.machine, which=config.which)
+    if opened.classes < 1:
+        raise ValueError(
+            f"{place}: the network has no head with classes, so there is no answer to score; "
+            "vitfw probe says what its features are worth"
+        )
     if config.crop is not None:
         opened = dataclasses.replace(opened, preprocessing=dataclasses.replace(opened.preprocessing, crop=config.crop))
-    results, texts = _main_results(opened, config, launch)
-    for name, value in robustness_results(opened, config.robustness, config.data, config.machine, launch).items():
+    samples, held = _sets(opened, config, launch)
+    sets = open_robustness(opened, config.robustness, config.data, samples)  # faults are met before the passes
+    results, texts = _main_results(opened, config, launch, samples, held)
+    for name, value in robustness_results(opened, sets, config.robustness, config.data, config.machine, launch).items():
         results[name] = value
         texts.append(f"{name:<14} {json.dumps(value)}")
     if launch.is_main:
@@ -73,11 +93,31 @@ def evaluate_place(place: str, words: Sequence[str]) -> dict[str, Any]:
     return results
 
 
-def _main_results(opened: Opened, config: EvaluateConfig, launch: Launch) -> tuple[dict[str, Any], list[str]]:
-    """Results on data.val: scores, per-class table, confusion, calibration, other sizes."""
-    found = evaluation_set(opened, config.data, config.machine, launch)
+def _sets(opened: Opened, config: EvaluateConfig, launch: Launch) -> tuple[Samples, Samples | None]:
+    """The images of data.val and of calibrate=, which must be others. Raises ValueError for what cannot be scored."""
+    samples = for_head(opened, open_split(config.data, "val"), "data.val", launch)
+    if not samples.labelled:
+        raise ValueError(f"data.val={config.data.val} has no labels: it can be predicted (vitfw predict), not scored")
+    if config.calibrate is None:
+        return samples, None
+    held = for_head(opened, open_set(config.data, config.calibrate, "calibrate"), "calibrate", launch)
+    if not held.labelled:
+        raise ValueError(f"calibrate={config.calibrate} has no labels: temperature and thresholds are fitted to them")
+    if both := shared_images(samples, held):
+        raise ValueError(
+            f"calibrate={config.calibrate}: {both:,} of its {len(held):,} images are in data.val itself: fitting there "
+            "would flatter the result"
+        )
+    return samples, held
+
+
+def _main_results(
+    opened: Opened, config: EvaluateConfig, launch: Launch, samples: Samples, kept: Samples | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Results on data.val: scores, per-class table, confusion, calibration (on the images `kept`), other sizes."""
+    found = evaluation_set(opened, config.data, config.machine, launch, samples=samples)
     predictions = found.predict()
-    held = _calibration_set(opened, config, launch)
+    held = None if kept is None else evaluation_set(opened, config.data, config.machine, launch, samples=kept).predict()
     prepared = opened.preprocessing
     results: dict[str, Any] = {
         "weights": opened.place,
@@ -88,31 +128,30 @@ def _main_results(opened: Opened, config: EvaluateConfig, launch: Launch) -> tup
     }
     if len(predictions.index) < len(found.samples):
         results["left_out"] = len(found.samples) - len(predictions.index)
-    names = found.samples.classes
+    names = named(found.samples.classes or prepared.class_names, opened.classes)
     if predictions.multi_label:
         thresholds = np.zeros(opened.classes) if held is None else fit_thresholds(held.logits, held.labels).values
         results["scores"] = multilabel_scores(predictions.logits, predictions.labels, thresholds)
         results["thresholds"] = thresholds.tolist()
         results["thresholds_from"] = config.calibrate or "probability 0.5"
-    elif found.samples.labelled:
-        results |= _single_label(predictions, held, config.calibrate, names)
     else:
-        raise ValueError(f"data.val={config.data.val} has no labels: it can be predicted (vitfw predict), not scored")
+        results |= _single_label(predictions, held, config.calibrate, names)
     if config.sizes:
         results["sizes"] = {str(size): _at_size(opened, config, launch, found.samples, size) for size in config.sizes}
     if config.predictions is not None and launch.is_main:
         write_predictions(Path(config.predictions), predictions, key=found.samples.key, classes=names)
     shown = {**results["scores"], **results.get("calibrated", {})}
     lines = [f"{opened.place} ({opened.entry}) on {config.data.val}:"]
-    lines += [f"{name:<22}{value:,.6g}" for name, value in shown.items()]
-    lines += [f"{'size ' + size:<22}{json.dumps(value)}" for size, value in results.get("sizes", {}).items()]
+    width = 2 + max(map(len, shown))
+    lines += [f"{name:<{width}}{value:,.6g}" for name, value in shown.items()]
+    lines += [f"{'size ' + size:<{width}}{json.dumps(value)}" for size, value in results.get("sizes", {}).items()]
     if "left_out" in results:
         lines.append(f"{results['left_out']} images could not be read and count nowhere")
     return results, lines
 
 
 def _single_label(
-    predictions: Predictions, held: Predictions | None, source: str | None, names: tuple[str, ...] | None
+    predictions: Predictions, held: Predictions | None, source: str | None, names: tuple[str, ...]
 ) -> dict[str, Any]:
     logits, labels = predictions.logits, predictions.labels
     confusion = confusion_matrix(logits, labels)
@@ -131,16 +170,6 @@ def _single_label(
         }
         results["calibrated_on"] = f"{len(held.labels):,} images of {source}"
     return results
-
-
-def _calibration_set(opened: Opened, config: EvaluateConfig, launch: Launch) -> Predictions | None:
-    if config.calibrate is None:
-        return None
-    if config.calibrate == config.data.val:
-        raise ValueError(f"calibrate={config.calibrate} is data.val itself: fitting there would flatter the result")
-    return evaluation_set(
-        opened, dataclasses.replace(config.data, val=config.calibrate), config.machine, launch
-    ).predict()
 
 
 def _at_size(opened: Opened, config: EvaluateConfig, launch: Launch, samples: Samples, size: int) -> dict[str, float]:
@@ -165,7 +194,8 @@ class PredictConfig:
 def predict_images(place: str, images: Sequence[str], words: Sequence[str] = ()) -> list[list[tuple[str, float]]]:
     """`vitfw predict`: image files in, (class name, probability) of the best classes out, printed as well.
 
-    A single process; images one at a time, so any number and shape of them works.
+    A single process; images one at a time, so any number and shape of them works. One that cannot be read is named on
+    stderr and has no answers; the others go on.
     """
     config = parse(PredictConfig, words)
     if not images:
@@ -179,10 +209,15 @@ def predict_images(place: str, images: Sequence[str], words: Sequence[str] = ())
     augment = augment_of(opened.preprocessing)
     transform = eval_transform(augment, size=opened.preprocessing.size, channels=opened.channels)
     to_device = BatchAugment(augment, channels=opened.channels).to(opened.device)
-    names = opened.preprocessing.class_names or tuple(str(number) for number in range(opened.classes))
-    answers = []
+    names = named(opened.preprocessing.class_names, opened.classes)
+    answers: list[list[tuple[str, float]]] = []
     for name in images:
-        pixels = transform(decode(Path(name).read_bytes(), channels=opened.channels))
+        try:
+            pixels = transform(decode(Path(name).read_bytes(), channels=opened.channels))
+        except (UndecodableError, OSError) as error:  # Pillow's word for a truncated file is OSError
+            print(f"vitfw: {name}: {error}", file=sys.stderr, flush=True)
+            answers.append([])
+            continue
         batch = to_device({"image": pixels[None].to(opened.device)}, training=False)
         with torch.no_grad(), autocast_of(config.machine, opened.device):
             logits = opened.network(batch["image"]).float().cpu().numpy()

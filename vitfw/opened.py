@@ -3,12 +3,14 @@
 How images are prepared comes from the weights, so a result belongs to them and not to the words of a command.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,6 +22,7 @@ from vitfw.data.dataset import Transform
 from vitfw.data.index import Samples
 from vitfw.data.loader import Loader, build_eval_loader
 from vitfw.data.mix import BatchAugment
+from vitfw.data.patterns import is_remote
 from vitfw.data.section import DataConfig, open_split
 from vitfw.evaluate.predictions import Predictions, predict
 from vitfw.launch import (
@@ -115,7 +118,10 @@ def open_network(place: str, launch: Launch, machine: MachineConfig, *, which: W
     folder = Path(place)
     exported = (folder / "config.json").exists() or (folder / "export").exists()
     if folder.is_dir() and not exported and not is_folder(folder):
-        place = str(folder / "checkpoints" / LAST)  # a run that has not finished
+        inside = folder if (folder / LAST).exists() else folder / "checkpoints"
+        if not (inside / LAST).exists():
+            raise ValueError(f"{place}: neither an export nor a run folder with checkpoints; name the file itself")
+        place = str(inside / LAST)  # a run that has not finished, or the folder of its checkpoints
     source = read(place, which=which)
     network, classes = build_for(source)
     load_weights(network, place, LoadConfig(which=which, head="keep" if classes else "auto"))
@@ -123,6 +129,85 @@ def open_network(place: str, launch: Launch, machine: MachineConfig, *, which: W
         raise ValueError(f"{place}: the file does not say how images are prepared; use a checkpoint or export of vitfw")
     device = device_of(launch, machine)
     return Opened(network.to(device).eval(), classes, source.preprocessing, source.place, source.entry, device)
+
+
+def open_set(data: DataConfig, pattern: str, key: str) -> Samples:
+    """Images named by another key than data.val, with everything else as the section says; errors name `key`."""
+    try:
+        return open_split(replace(data, val=pattern), "val")
+    except (ValueError, OSError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(str(error).replace(f"data.val={pattern}", f"{key}={pattern}", 1)) from error
+
+
+def for_head(opened: Opened, samples: Samples, key: str, launch: Launch) -> Samples:
+    """The same images with labels that count the network's outputs; matched by name where both sides name classes.
+
+    Raises ValueError where the network does not know a class of the set.
+    """
+    theirs = opened.preprocessing.class_names
+    if opened.classes and theirs:
+        samples = by_name(samples, theirs, key, f"the weights at {opened.place}", launch)
+    highest = _highest(samples)
+    if opened.classes and highest >= opened.classes:
+        raise ValueError(
+            f"{key} has labels up to {highest}, the network at {opened.place} has {opened.classes} outputs"
+        )
+    return samples
+
+
+def by_name(samples: Samples, names: tuple[str, ...], key: str, owner: str, launch: Launch) -> Samples:
+    """The same images with labels that count `names`. A set without class names stays as it is.
+
+    Raises ValueError for a class that is not among `names`: a number alone would score one class as another.
+    """
+    own = samples.classes
+    if own is None or own == names or not samples.labelled:
+        return samples
+    places = {name: place for place, name in enumerate(names)}
+    unknown = [name for name in own if name not in places]
+    if unknown:
+        raise ValueError(
+            f"{key}: {len(unknown)} of its {len(own)} classes are unknown to {owner}: {', '.join(unknown[:3])}; known "
+            f"are {len(names)}: {', '.join(names[:3])}, ... Name them alike, for shards by data.classes=FILE"
+        )
+    if launch.is_main and own != names[: len(own)]:
+        print(f"note: {key} lists its {len(own)} classes otherwise than {owner}; they are matched by name", flush=True)
+    columns = np.array([places[name] for name in own], np.int32)
+    table = samples.table
+    if samples.multi_label:
+        table = table._replace(label_value=columns[table.label_value])
+    else:
+        table = table._replace(label=np.where(table.label >= 0, columns[table.label], np.int32(-1)))
+    return Samples(samples.names, samples.starts, table, classes=names, sources=samples.sources, remote=samples.remote)
+
+
+def named(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
+    """A name for each of `count` outputs: an output beyond the list is called by its number."""
+    known = tuple(names or ())[:count]
+    return known + tuple(str(number) for number in range(len(known), count))
+
+
+def shared_images(ours: Samples, theirs: Samples) -> int:
+    """How many images of `theirs` are the same bytes of the same files as images of `ours`, however either is written."""
+    return len(_places(ours) & _places(theirs))
+
+
+def _places(samples: Samples) -> set[tuple[str, int]]:
+    """(file, offset in it) of every image."""
+    files = [name if is_remote(name) else os.path.realpath(name) for name in samples.names]
+    found: set[tuple[str, int]] = set()
+    for file, start, end in zip(files, samples.starts, samples.starts[1:], strict=False):
+        for row in range(int(start), int(end)):
+            offset = int(samples.table.offset[row])
+            found.add((file, offset) if offset >= 0 else (str(Path(file) / samples.key(row)), -1))
+    return found
+
+
+def _highest(samples: Samples) -> int:
+    """The largest label of any image, -1 without one."""
+    values = samples.table.label_value if samples.multi_label else samples.table.label
+    return int(values.max()) if len(values) else -1
 
 
 def augment_of(preprocessing: Preprocessing) -> AugmentConfig:
@@ -147,9 +232,12 @@ def evaluation_set(
     transform: Transform | None = None,
     size: int | None = None,
 ) -> EvaluationSet:
-    """The set data.SPLIT (or `samples`) in the evaluation view, at the weights' own size or another."""
+    """The set data.SPLIT (or `samples`) in the evaluation view, at the weights' own size or another.
+
+    Labels of data.SPLIT are counted as the head's outputs are (see `for_head`); `samples` are taken as they are.
+    """
     if samples is None:
-        samples = open_split(data, split)
+        samples = for_head(opened, open_split(data, split), f"data.{split}", launch)
     if samples.multi_label and samples.num_classes < opened.classes:
         samples = samples.with_classes(opened.classes)  # no image of this set shows the head's last classes
     augment = augment_of(opened.preprocessing)

@@ -19,6 +19,7 @@ from vitfw.data.index import Samples
 from vitfw.data.ledger import Ledger
 from vitfw.data.loader import Batches, Loader, WorkerStart, collate
 from vitfw.data.order import Draw, eval_order
+from vitfw.data.policies import POLICIES
 from vitfw.data.resources import resolve_workers
 from vitfw.data.section import DataConfig, open_split
 from vitfw.evaluate.features import Features, extract_features, head_column
@@ -31,7 +32,7 @@ from vitfw.evaluate.probe import ProbeConfig, predict_heads, probe
 from vitfw.evaluate.scores import classification_scores
 from vitfw.launch import Launch, MachineConfig, broadcast
 from vitfw.models.reading import Which
-from vitfw.opened import EvaluationSet, Opened, evaluation_set, open_network, parse, start
+from vitfw.opened import EvaluationSet, Opened, by_name, evaluation_set, open_network, parse, start
 from vitfw.run import write_text
 
 Method = Literal["probe", "knn", "logistic", "few_shot"]
@@ -51,6 +52,8 @@ class FeatureConfig:
     def __post_init__(self) -> None:
         if self.views < 1:
             raise ValueError(f"features.views={self.views}: must be at least 1")
+        if self.policy not in POLICIES:
+            raise ValueError(f"features.policy={self.policy}: one of {', '.join(POLICIES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +99,22 @@ def probe_place(place: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def stored_features(opened: Opened, config: ProbeCommandConfig, launch: Launch) -> tuple[Features, Features]:
-    """Features of data.train and data.val. Both must have the same number of classes, and labels."""
-    train_samples = open_split(config.data, "train")
-    test_set = evaluation_set(opened, config.data, config.machine, launch)
-    for name, samples in (("train", train_samples), ("val", test_set.samples)):
+    """Features of data.train and data.val, both with labels; the classes of data.val are among those of data.train."""
+    train_samples, test_samples = open_split(config.data, "train"), open_split(config.data, "val")
+    for name, samples in (("train", train_samples), ("val", test_samples)):
         if not samples.labelled:
             raise ValueError(f"data.{name} has no labels: a probe needs them")
+    if train_samples.classes is not None:
+        test_samples = by_name(test_samples, train_samples.classes, "data.val", "data.train", launch)
+    if train_samples.multi_label and test_samples.multi_label:
+        wide = max(train_samples.num_classes, test_samples.num_classes)
+        train_samples, test_samples = train_samples.with_classes(wide), test_samples.with_classes(wide)
+    if test_samples.num_classes > train_samples.num_classes:
+        raise ValueError(
+            f"data.val has labels up to {test_samples.num_classes - 1}, data.train only up to "
+            f"{train_samples.num_classes - 1}: heads learn the classes of data.train"
+        )
+    test_set = evaluation_set(opened, config.data, config.machine, launch, samples=test_samples)
     train_set = evaluation_set(opened, config.data, config.machine, launch, samples=train_samples)
     if config.features.views == 1:
         views, about = [train_set.loader], "evaluation"
@@ -126,7 +139,7 @@ def probe_results(
     opened: Opened, train: Features, test: Features, split: Split, config: ProbeCommandConfig, launch: Launch
 ) -> dict[str, Any]:
     """Every method that was asked for. Neighbours are shared out over ranks; the rest is small and runs on rank 0."""
-    classes = train.labels.shape[1] if train.multi_label else int(train.labels.max()) + 1
+    classes = train.labels.shape[1] if train.multi_label else int(max(train.labels.max(), test.labels.max())) + 1
     column = (head_column(opened.network),)
     results: dict[str, Any] = {}
     for method in config.methods:

@@ -4,14 +4,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from vitfw.data.augment import eval_transform
+from vitfw.data.decode import UndecodableError, decode
 from vitfw.data.index import Samples
 from vitfw.data.section import DataConfig
-from vitfw.evaluate.corruptions import SEVERITIES, STRENGTHS, Corrupted
+from vitfw.evaluate.corruptions import SEVERITIES, SIDE, STRENGTHS, Corrupted
 from vitfw.evaluate.robustness import ALEXNET, among, class_columns, corruption_errors, real_answers, real_scores
 from vitfw.evaluate.scores import classification_scores
 from vitfw.launch import Launch, MachineConfig
-from vitfw.opened import EvaluationSet, Opened, augment_of, evaluation_set
+from vitfw.opened import Opened, augment_of, evaluation_set, open_set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,49 +36,103 @@ class RobustnessConfig:
             raise ValueError(f"robustness.frost={self.frost}: only robustness.cifar_c=true reads it")
 
 
-def robustness_results(
-    opened: Opened, config: RobustnessConfig, data: DataConfig, machine: MachineConfig, launch: Launch
-) -> dict[str, Any]:
-    """{set: its scores} of every set that the section names; entered by all ranks.
+@dataclass(frozen=True)
+class RobustnessSets:
+    """val: the images of data.val. named: {set: (its images, the network's column of each of its classes [k])}.
+    answers: ReaL labels of every image of data.val."""
 
-    Raises ValueError for what is no such set, and where classes cannot be matched by name.
+    val: Samples
+    named: dict[str, tuple[Samples, np.ndarray]]
+    answers: list[list[int]] | None
+
+
+def open_robustness(opened: Opened, config: RobustnessConfig, data: DataConfig, val: Samples) -> RobustnessSets:
+    """Everything that the section names, opened before any image is looked at, so that no pass is lost to a slip.
+
+    The sets of robustness.c are opened one by one later; that all are there, and the first is one, is known here. Raises
+    ValueError or OSError for what is no such set, where classes cannot be matched by name, or for the size of pictures.
     """
-
-    def open_set(pattern: str) -> EvaluationSet:
-        """A set with its own class list: folder names, or classes.txt beside its shards."""
-        return evaluation_set(opened, replace(data, val=pattern, classes=None), machine, launch)
-
-    results: dict[str, Any] = {}
-    for name in ("v2", "sketch", "a", "r"):
-        pattern = getattr(config, name)
-        if pattern is not None:
-            found = open_set(pattern)
-            kept = among(found.predict(), class_columns(_names(opened, name), _classes(found.samples, name)))
-            results[name] = classification_scores(kept.logits, kept.labels)
+    patterns = {name: pattern for name in ("v2", "sketch", "a", "r") if (pattern := getattr(config, name)) is not None}
+    named = {name: _open_named(opened, data, pattern, name) for name, pattern in patterns.items()}
+    for place in _c_folders(config.c).values():
+        if not place.is_dir():
+            raise ValueError(f"robustness.c={config.c}: {place} is missing; mCE needs all 15 x 5 folders")
+    for place in list(_c_folders(config.c).values())[:1]:
+        _open_named(opened, data, str(place), "c")
+    answers = None
     if config.real is not None:
-        found = evaluation_set(opened, data, machine, launch)
-        predictions = found.predict()
-        keys = [found.samples.key(int(row)) for row in predictions.index]
-        results["real"] = real_scores(predictions.logits, real_answers(Path(config.real), keys))
+        answers = real_answers(Path(config.real), [val.key(row) for row in range(len(val))])
+    if config.cifar_c:
+        _check_sides(val)
+    return RobustnessSets(val, named, answers)
+
+
+def robustness_results(
+    opened: Opened,
+    sets: RobustnessSets,
+    config: RobustnessConfig,
+    data: DataConfig,
+    machine: MachineConfig,
+    launch: Launch,
+) -> dict[str, Any]:
+    """{set: its scores} of every set that the section names; entered by all ranks."""
+
+    def scores(samples: Samples, columns: np.ndarray) -> dict[str, float]:
+        found = evaluation_set(opened, data, machine, launch, samples=samples)
+        kept = among(found.predict(), columns)
+        return classification_scores(kept.logits, kept.labels)
+
+    results: dict[str, Any] = {name: scores(*found) for name, found in sets.named.items()}
+    if sets.answers is not None:
+        predictions = evaluation_set(opened, data, machine, launch, samples=sets.val).predict()
+        answers = [sets.answers[int(row)] for row in predictions.index]
+        results["real"] = real_scores(predictions.logits, answers)
     if config.c is not None:
         errors: dict[str, list[float]] = {}
-        for corruption in ALEXNET:
-            for severity in SEVERITIES:
-                place = Path(config.c) / corruption / str(severity)
-                if not place.is_dir():
-                    raise ValueError(f"robustness.c={config.c}: {place} is missing; mCE needs all 15 x 5 folders")
-                found = open_set(str(place))
-                kept = among(found.predict(), class_columns(_names(opened, "c"), _classes(found.samples, "c")))
-                accuracy = classification_scores(kept.logits, kept.labels)["acc1"]
-                errors.setdefault(corruption, []).append(100.0 - accuracy)
+        for (corruption, _), place in _c_folders(config.c).items():
+            accuracy = scores(*_open_named(opened, data, str(place), "c"))["acc1"]
+            errors.setdefault(corruption, []).append(100.0 - accuracy)
         results["c"] = corruption_errors(errors, relative_to_alexnet=True)
     if config.cifar_c:
-        results["cifar_c_generated"] = _cifar_c(opened, config, data, machine, launch)
+        results["cifar_c_generated"] = _cifar_c(opened, sets.val, config, data, machine, launch)
     return results
 
 
+def _open_named(opened: Opened, data: DataConfig, pattern: str, name: str) -> tuple[Samples, np.ndarray]:
+    """A set with its own class list (folder names, or classes.txt beside its shards), and the network's columns of it."""
+    samples = open_set(replace(data, classes=None), pattern, f"robustness.{name}")
+    return samples, class_columns(_names(opened, name), _classes(samples, name))
+
+
+def _c_folders(folder: str | None) -> dict[tuple[str, int], Path]:
+    """(corruption, severity) -> its folder in ImageNet-C."""
+    if folder is None:
+        return {}
+    return {(kind, severity): Path(folder) / kind / str(severity) for kind in ALEXNET for severity in SEVERITIES}
+
+
+def _check_sides(samples: Samples) -> None:
+    """Refuses pictures that the strengths of CIFAR-C are not meant for. One that cannot be read is left to the pass."""
+    for row in range(len(samples)):  # on every rank, so that all refuse: small pictures, and few
+        try:
+            picture = decode(samples.read(row))
+        except (UndecodableError, OSError):
+            continue
+        width, height = picture.size if isinstance(picture, Image.Image) else picture.shape[:0:-1]
+        if (width, height) != (SIDE, SIDE):
+            raise ValueError(
+                f"robustness.cifar_c=true: {samples.place(row)} is {width} x {height} pixels; the strengths are those "
+                f"of {SIDE} x {SIDE} pictures"
+            )
+
+
 def _cifar_c(
-    opened: Opened, config: RobustnessConfig, data: DataConfig, machine: MachineConfig, launch: Launch
+    opened: Opened,
+    samples: Samples,
+    config: RobustnessConfig,
+    data: DataConfig,
+    machine: MachineConfig,
+    launch: Launch,
 ) -> dict[str, Any]:
     """Mean error of each corruption over its severities, with the one that was left out named."""
     clean = eval_transform(augment_of(opened.preprocessing), size=opened.preprocessing.size, channels=opened.channels)
@@ -83,7 +141,7 @@ def _cifar_c(
     for name in names:
         for severity in SEVERITIES:
             transform = Corrupted(name, severity, clean, frost=config.frost)
-            predictions = evaluation_set(opened, data, machine, launch, transform=transform).predict()
+            predictions = evaluation_set(opened, data, machine, launch, samples=samples, transform=transform).predict()
             accuracy = classification_scores(predictions.logits, predictions.labels)["acc1"]
             errors.setdefault(name, []).append(100.0 - accuracy)
     result: dict[str, Any] = dict(corruption_errors(errors, relative_to_alexnet=False))

@@ -59,9 +59,12 @@ def real_answers(path: Path, keys: Sequence[str]) -> list[list[int]]:
 
     Raises ValueError for a key without an image number, and for a number beyond the file.
     """
-    answers = json.loads(path.read_text())
+    try:
+        answers = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"robustness.real={path}: {error}; expected the lists of real.json") from error
     if not isinstance(answers, list) or not all(isinstance(entry, list) for entry in answers):
-        raise ValueError(f"{path}: must hold a list of lists of class numbers (real.json)")
+        raise ValueError(f"robustness.real={path}: must hold a list of lists of class numbers (real.json)")
     numbers = []
     for key in keys:
         found = re.search(r"(?:val_)?(\d{8})", Path(key).name)

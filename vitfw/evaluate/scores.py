@@ -77,7 +77,7 @@ def confusion_matrix(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def class_table(confusion: np.ndarray, names: tuple[str, ...] | None = None) -> list[ClassRow]:
-    """Confusion matrix [K, K] -> one row a class; `names` as in the class list of the data."""
+    """Confusion matrix [K, K] -> one row a class; `names` [K], else classes are called by their numbers."""
     names = tuple(str(number) for number in range(len(confusion))) if names is None else names
     if len(names) != len(confusion):
         raise ValueError(f"{len(names)} class names for {len(confusion)} classes of the model")

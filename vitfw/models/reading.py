@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitfw import sharded
-from vitfw.checkpoint_files import CheckpointError
+from vitfw.checkpoint_files import LAST, CheckpointError, best_name
 from vitfw.models.architecture import Activation, Architecture
 from vitfw.models.preprocess import Preprocessing
 from vitfw.models.variants import ModelConfig, resolve
@@ -68,7 +68,8 @@ class UntrustedError(ValueError):
 def read(place: str | Path, *, which: Which = "auto", trust: bool = False) -> Source:
     """Reads `timm:NAME`, `local-dir:FOLDER`, a timm, Hugging Face or run folder, or a .safetensors, .npz or torch file.
 
-    which: raw or averaged (EMA, teacher) weights where a file has both; auto prefers the averaged ones. trust: run
+    which: raw or averaged (EMA, teacher) weights where a file has both; auto prefers the averaged ones. Of a run folder
+    auto is its export, raw and ema are the checkpoints from which an export of these weights would be made. trust: run
     code that a pickle holds. Raises ValueError naming the place and what to do, UntrustedError where that is trust.
     """
     try:
@@ -125,6 +126,8 @@ def _read_timm(name: str) -> Source:
 
 def _read_folder(path: Path, *, which: Which, trust: bool) -> Source:
     if not (path / "config.json").is_file() and (path / "export" / "config.json").is_file():
+        if which != "auto":  # the export has one set of weights and does not say which
+            return read(_checkpoint_of(path, which), which=which, trust=trust)
         path = path / "export"
     if not (path / "config.json").is_file():
         raise ValueError(f"weights={path}: the folder has no config.json; name the weight file itself")
@@ -137,6 +140,18 @@ def _read_folder(path: Path, *, which: Which, trust: bool) -> Source:
         raise ValueError(f"weights={path}: neither model.safetensors nor pytorch_model.bin beside config.json")
     arch, preprocessing = _described(config)
     return dataclasses.replace(source, place=str(path), architecture=arch, preprocessing=preprocessing)
+
+
+def _checkpoint_of(run: Path, which: Which) -> Path:
+    """Where a run keeps these weights at their best; its last checkpoint where nothing was evaluated."""
+    names = (best_name("val_ema" if which == "ema" else "val"), LAST)
+    for name in names:
+        if (run / "checkpoints" / name).exists():
+            return run / "checkpoints" / name
+    raise ValueError(
+        f"weights={run}: {which} weights are read from the run's checkpoints, and there is neither "
+        f"{names[0]} nor {names[1]} in {run / 'checkpoints'}; leave out which= to take its export as it is"
+    )
 
 
 def _described(config: Mapping[str, Any]) -> tuple[Architecture | None, Preprocessing | None]:
