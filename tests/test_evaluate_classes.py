@@ -44,7 +44,7 @@ def shards(folder: Path, split: str, order: list[int], *, bad: int = 0) -> str:
             content = b"trash" if row < bad else samples.read(row)
             members += [
                 (f"{row:04d}.png", content),
-                (f"{row:04d}.json", json.dumps({"label": order.index(digit)}).encode()),
+                (f"{row:04d}.json", json.dumps({"label": order.index(int(digit))}).encode()),
             ]
     write_tar(folder / "a.tar", members)
     (folder / "classes.txt").write_text("".join(f"{digit}\n" for digit in order))

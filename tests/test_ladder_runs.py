@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from ladder_words import ALONE, RUNGS, SMALL, run, weights
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from vitfw import checkpoint
 from vitfw.config import ConfigError
+from vitfw.help import explain
 from vitfw.ladder import read_results
 
 
@@ -35,8 +38,6 @@ def test_a_ladder_stopped_in_every_rung_gives_the_table_of_the_uncut_one(tmp_pat
 
 def frozen_is_bit_equal(folder: Path) -> None:
     """The frozen part of each rung's last checkpoint against the weights it began with."""
-    from safetensors.torch import load_file
-
     before = load_file(folder / "weights" / "model.safetensors")
     for rung, free in (("probe", ("head.",)), ("last_block", ("blocks.1.", "norm.", "fc_norm.", "head."))):
         state = checkpoint.load(folder / "whole" / f"{rung}-seed0" / "checkpoints" / "last.ckpt")["model"]
@@ -115,3 +116,57 @@ def test_stages__the_published_probe_and_fine_tuning_of_mae_in_small(tmp_path: P
     probe, full = read_results(tmp_path)
     assert probe.trainable == 25 * 10 and "recipe mae_b_probe, trained for 4 steps" in probe.protocol
     assert full.trainable == full.parameters and full.scores["samples"] == 359
+
+
+def test_a_rung_is_scored_again_where_it_went_on(tmp_path: Path) -> None:
+    """By resume=changed the run keeps its name; its weights are others."""
+    words = [*ALONE, f"weights={weights(tmp_path / 'weights')}", f"out={tmp_path / 'ladder'}"]
+    assert run(words) == 0
+    before = read_results(tmp_path / "ladder")[0].scores
+    assert run([*words, "grid.rates=[1e-6]", "resume=changed"]) == 0
+    after = read_results(tmp_path / "ladder")[0].scores
+    assert after != before
+    record = tmp_path / "ladder" / "probe-seed0" / "rung.json"
+    record.write_text(record.read_text()[:50])  # a disk that was full
+    assert run([*words, "grid.rates=[1e-6]"]) == 0
+    assert read_results(tmp_path / "ladder")[0].scores == after
+
+
+def test_other_weights_behind_the_same_name_are_refused(tmp_path: Path) -> None:
+    place = tmp_path / "weights"
+    words = [*ALONE, f"weights={weights(place)}", f"out={tmp_path / 'ladder'}"]
+    assert run(words) == 0
+    state = load_file(place / "model.safetensors")
+    with safe_open(place / "model.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    save_file(state, place / "model.safetensors", metadata=metadata)
+    assert run(words) == 0  # the same weights, written anew
+    save_file({name: value + 0.01 for name, value in state.items()}, place / "model.safetensors", metadata=metadata)
+    with pytest.raises(ConfigError, match=r"holds other weights than those that .*probe-seed0 started from; remove"):
+        run(words)
+    (tmp_path / "ladder" / "probe-seed0").rename(tmp_path / "old")
+    assert run(words) == 0
+
+
+def test_rungs_of_a_pretraining_that_is_gone_are_refused(tmp_path: Path) -> None:
+    """Before the first step, and without pretraining again first."""
+    recipe = tmp_path / "stages.yaml"
+    recipe.write_text("ladder: {rungs: [probe]}\npretrain: {recipe: digits, train.epochs: 1}\nprobe: {recipe: probe}\n")
+    rung = tmp_path / "ladder" / "probe-seed0"
+    rung.mkdir(parents=True)
+    (rung / "config.yaml").write_text("grid: {}\n")
+    shared = [word for word in ALONE if not word.startswith(("recipe=", "train."))]
+    words = [f"recipe={recipe}", *shared, f"out={tmp_path / 'ladder'}", "data.val=data/digits/val-*.tar"]
+    with pytest.raises(
+        ConfigError, match=r"last.ckpt is gone, and there are rungs that started from it: remove .*seed0"
+    ):
+        run([*words, "data.train=data/digits/train-*.tar"])
+    assert not (tmp_path / "ladder" / "pretrain").exists()
+
+
+def test_a_mistake_in_a_word_of_one_rung_is_named_with_the_rung(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^full\.optim\.lrr"):
+        run([*SMALL, "full.optim.lrr=1", f"out={tmp_path / 'ladder'}"])
+    with pytest.raises(ConfigError, match=r"^optim\.lrr"):
+        run([*SMALL, "optim.lrr=1", f"out={tmp_path / 'ladder'}"])
+    assert "ladder.seeds=1  (" in explain("ladder.seeds") and "grid.rates=[" in explain("grid")

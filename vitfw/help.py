@@ -27,7 +27,9 @@ def help_text() -> str:
 
 def explain(name: str) -> str:
     """What is known about one key, or about a whole section. Raises KeyError when there is no such key."""
-    rows = [row for row in keys() if row[0] == name or row[0].startswith(f"{name}.")]
+    from vitfw.ladder_plan import ladder_keys  # what the commands of a ladder need is not loaded for a run's help
+
+    rows = [row for row in (*keys(), *ladder_keys()) if row[0] == name or row[0].startswith(f"{name}.")]
     if not rows:
         raise KeyError(name)
     return "\n".join(f"{key}={_shown(default)}  ({kind})\n    {text}" for key, kind, default, text in rows)

@@ -30,7 +30,8 @@ from vitfw.ladder_plan import (
     read_plan,
     unread,
 )
-from vitfw.launch import Launch, broadcast, check_launch, detect_launch, join_processes, set_threads
+from vitfw.ladder_record import check_start, has_begun, read_score, scored, write_score
+from vitfw.launch import Launch, check_launch, detect_launch, join_processes, set_threads
 from vitfw.models.variants import ModelConfig, resolve
 from vitfw.opened import evaluation_set, open_network
 from vitfw.run import write_text
@@ -59,7 +60,7 @@ def run_ladder(words: Sequence[str], train: Train) -> int:
     train: `vitfw.train.train`, one run. Everything that can be refused is refused before the first stage starts.
     """
     plan, launch = read_plan(words), detect_launch()
-    configs = {stage: load(plan.of(stage)) for stage in plan.words}
+    configs = {stage: _load(plan, stage, plan.of(stage)) for stage in plan.words}
     first = configs[plan.ladder.rungs[0]]
     _check(plan, configs, launch)
     if first.dry_run:
@@ -93,7 +94,8 @@ def _run_rung(plan: Plan, launch: Launch, train: Train, rung: str, seed: int) ->
     first = plan.ladder.rungs[0]
     carried = plan.ladder.carry_head and rung != first
     words = plan.of(rung, seed, carried=plan.folder(first, seed) / "checkpoints" / checkpoint.LAST if carried else None)
-    config = load(words)
+    config = _load(plan, rung, words)
+    on_main(launch, lambda: check_start(plan.out, config))
     _say(launch, f"\nladder: rung {rung}, seed {seed}, in {config.folder}")
     if not plan.is_grid(config):
         return train(config, launch, words), config
@@ -105,6 +107,16 @@ def _run_rung(plan: Plan, launch: Launch, train: Train, rung: str, seed: int) ->
     # the other rungs take a carried head as their own, so it must read what theirs read
     either = config.model.pool is None and not plan.ladder.carry_head
     return run_grid(config, launch, words, plan.grid, out=plan.out, either=either), config
+
+
+def _load(plan: Plan, stage: str, words: list[str]) -> Config:
+    """The configuration of a stage; a mistake in a word that was said to it alone is named as it was written."""
+    try:
+        return load(words)
+    except ConfigError as error:
+        if any(str(error).startswith((f"{key}:", f"{key}=")) for key in plan.own[stage]):
+            raise ConfigError(f"{stage}.{error}") from error
+        raise
 
 
 def _check(plan: Plan, configs: dict[str, Config], launch: Launch) -> None:
@@ -152,6 +164,14 @@ def _rehearse(plan: Plan, configs: dict[str, Config], launch: Launch) -> None:
     from vitfw.prepare import prepare
 
     start = configs[plan.ladder.rungs[0]].train.seed or 0
+    folders = [
+        plan.folder(rung, seed) for seed in range(start, start + plan.ladder.seeds) for rung in plan.ladder.rungs
+    ]
+    if plan.pretrains and not plan.weights.exists() and (begun := [str(one) for one in folders if has_begun(one)]):
+        raise ConfigError(
+            f"{plan.weights} is gone, and there are rungs that started from it: remove {', '.join(begun)} as well, or "
+            "choose another out="
+        )
     with tempfile.TemporaryDirectory() as folder:
         if plan.pretrains:
             config = configs[PRETRAIN]
@@ -215,16 +235,13 @@ def read_results(out: Path) -> list[RungResult]:
 
 def _result(plan: Plan, config: Config, launch: Launch, rung: str, seed: int) -> RungResult:
     """Scores a finished rung, or reads what a former start of the ladder found. Entered by all ranks."""
-    file, run_id = config.folder / "rung.json", _run_id(config.folder)
-    stored = None
-    if launch.is_main and file.exists():
-        content = json.loads(file.read_text(encoding="utf-8"))
-        stored = content["result"] if content["run_id"] == run_id else None
-    if (stored := broadcast(stored)) is not None:
-        return RungResult(**stored)
+    now = on_main(launch, lambda: scored(config))
+    stored = on_main(launch, lambda: read_score(config.folder, now))
+    if stored is not None:
+        return stored
     result = _measure(config, launch, rung, seed, grid=plan.is_grid(config))
     if launch.is_main:
-        write_text(file, json.dumps({"run_id": run_id, "result": result.plain()}, indent=2) + "\n")
+        write_score(config.folder, now, result)
     return result
 
 
@@ -274,10 +291,6 @@ def _bytes_of(parameter: Any, state: dict[str, Any]) -> int:
     own = 2 * parameter.numel() * parameter.element_size()
     tensors = [value for value in state.values() if hasattr(value, "ndim") and value.ndim > 0]
     return own + sum(value.numel() * value.element_size() for value in tensors)
-
-
-def _run_id(folder: Path) -> str:
-    return json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["run_id"]
 
 
 def _say(launch: Launch, text: str) -> None:

@@ -5,8 +5,8 @@ makes its own weights first. A stage is a rung or `pretrain`.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from vitfw import checkpoint
 from vitfw.config import MACHINE_DATA_KEYS, MACHINE_SECTIONS, Config, ConfigError, find_file
 from vitfw.evaluate.probe import ProbeConfig
 from vitfw.opened import parse
+from vitfw.words import type_text
 
 PRETRAIN = "pretrain"
 OWN_SECTIONS = ("ladder", "grid", "shared", PRETRAIN)
@@ -169,6 +170,13 @@ def read_plan(words: Sequence[str]) -> Plan:
     elif any(key.startswith(f"{PRETRAIN}.") for key in given):
         raise ConfigError(f"{next(k for k in given if k.startswith(PRETRAIN))}: recipe {name} has no pretraining")
     return Plan(ladder, grid, out, words_of, given, own)
+
+
+def ladder_keys() -> Iterator[tuple[str, str, Any, str]]:
+    """(dotted key, type, default, help) of the sections that only a ladder has, as `config.keys` of a run's."""
+    for section, schema in (("ladder", LadderConfig), ("grid", GridConfig)):
+        for key in fields(schema):
+            yield f"{section}.{key.name}", type_text(key.type), key.default, key.metadata.get("help", "")
 
 
 def unread(words: dict[str, str]) -> list[str]:
