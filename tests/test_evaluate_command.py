@@ -68,12 +68,15 @@ def test_eval__the_same_bits_for_any_batch_and_workers(place: str, tmp_path: Pat
         assert results == found[0][0] and np.array_equal(logits, found[0][1])
 
 
-def test_eval__other_sizes_and_calibration(place: str) -> None:
+def test_eval__other_sizes_and_calibration(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*QUICK, f"data.val={DATA}/val-00000.tar", f"calibrate={DATA}/val-00001.tar", "sizes=[8,12]"]
     results = evaluate_place(place, words)
     assert results["sizes"]["8"] == results["scores"] and results["sizes"]["12"] != results["scores"]
     assert results["calibrated_on"].endswith("val-00001.tar") and results["calibrated"]["temperature"] > 0
     assert results["calibrated"]["nll_calibrated"] < results["scores"]["nll"] + 0.05
+    assert (
+        f"ece_classwise_calibrated  {results['calibrated']['ece_classwise_calibrated']:.6g}" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

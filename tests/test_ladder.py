@@ -7,7 +7,7 @@ from PIL import Image
 
 from vitfw.evaluate.ladder import RungResult, bytes_text, noise, order_of, recommend, table
 from vitfw.evaluate.scores import binomial_error
-from vitfw.report.ladder_plot import plot_ladder
+from vitfw.report.ladder_plot import plot_ladder, spread
 
 SIZES = {"probe": 7_690, "last_block": 7_097_098, "full": 85_806_346}
 
@@ -108,3 +108,9 @@ def test_plot__is_a_picture_with_the_recommended_rung_marked(tmp_path: Path) -> 
 
 def test_plot__equal_rungs_at_100_percent_can_be_drawn(tmp_path: Path) -> None:
     plot_ladder(results(probe=(100.0,), full=(100.0,)), tmp_path / "ladder.png", title="a test", recommended="probe")
+
+
+def test_labels_of_rungs_of_like_size_do_not_touch() -> None:
+    assert spread([100, 500, 900], [120, 120, 100], right=954) == [100, 500, 900]
+    found = spread([100, 800, 850], [120, 120, 120], right=954)
+    assert found[0] == 100 and found[2] - found[1] >= 136 and found[2] + 60 <= 954

@@ -1,5 +1,6 @@
 """The ladder as one picture: accuracy of each rung with its noise, over trainable parameters (log scale)."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,10 @@ def plot_ladder(results: Sequence[RungResult], path: Path, *, title: str, recomm
     _axes(draw, low, high, first, last, title)
     points = [place(own[rung][0].trainable, means[rung]) for rung in rungs]
     draw.line(points, fill=GRID, width=3)
-    for rung, (x, y) in zip(rungs, points, strict=True):
+    notes = {rung: f"{means[rung]:.2f} %, {bytes_text(own[rung][0].training_bytes)}" for rung in rungs}
+    widths = [max(_width(rung, 17), _width(notes[rung], 14), _width("recommended", 15)) for rung in rungs]
+    middles = spread([x for x, _ in points], widths, right=SIZE[0] - 6)
+    for rung, (x, y), middle in zip(rungs, points, middles, strict=True):
         colour = MARK if rung == recommended else DOT
         ends = [place(own[rung][0].trainable, means[rung] + sign * errors[rung])[1] for sign in (-1, 1)]
         ends = [min(max(end, FRAME[1]), FRAME[3]) for end in ends]
@@ -46,10 +50,10 @@ def plot_ladder(results: Sequence[RungResult], path: Path, *, title: str, recomm
             _, at = place(result.trainable, result.scores["acc1"])
             draw.ellipse([x + 14, at - 3, x + 20, at + 3], fill=colour)
         draw.ellipse([x - 7, y - 7, x + 7, y + 7], fill=colour)
-        _label(draw, x, FRAME[3] + 34, rung, colour, size=17)
-        _label(draw, x, FRAME[3] + 58, f"{means[rung]:.2f} %, {bytes_text(own[rung][0].training_bytes)}", INK, size=14)
+        _label(draw, middle, FRAME[3] + 34, rung, colour, size=17)
+        _label(draw, middle, FRAME[3] + 58, notes[rung], INK, size=14)
         if rung == recommended:
-            _label(draw, x, FRAME[3] + 82, "recommended", colour, size=15)
+            _label(draw, middle, FRAME[3] + 82, "recommended", colour, size=15)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path)
     return path
@@ -80,12 +84,26 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(number * step, 10) for number in range(start, math.floor(high / step) + 1)]
 
 
+def spread(middles: Sequence[float], widths: Sequence[float], *, right: float, gap: float = 16.0) -> list[float]:
+    """Middles of labels in pixels, rising, moved apart so that none touches the next and all lie left of `right`."""
+    apart = [(one + other) / 2 + gap for one, other in itertools.pairwise(widths)]
+    found = [max(middle, width / 2 + 6) for middle, width in zip(middles, widths, strict=True)]
+    for number, distance in enumerate(apart):
+        found[number + 1] = max(found[number + 1], found[number] + distance)
+    found[-1] = min(found[-1], right - widths[-1] / 2)
+    for number in reversed(range(len(apart))):
+        found[number] = min(found[number], found[number + 1] - apart[number])
+    return found
+
+
+def _width(text: str, size: int) -> float:
+    return _font(size).getlength(text)
+
+
 def _label(
     draw: ImageDraw.ImageDraw, x: float, y: float, text: str, colour: tuple[int, int, int], *, size: int
 ) -> None:
-    """Centred under its point, kept inside the picture."""
-    half = draw.textlength(text, font=_font(size)) / 2
-    draw.text((min(max(x, half + 6), SIZE[0] - half - 6), y), text, fill=colour, font=_font(size), anchor="mm")
+    draw.text((x, y), text, fill=colour, font=_font(size), anchor="mm")
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
