@@ -175,17 +175,24 @@ def _rehearse(plan: Plan, configs: dict[str, Config], launch: Launch) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if plan.pretrains:
             config = configs[PRETRAIN]
-            prepared = prepare(replace(config, train=replace(config.train, seed=config.train.seed or 0)), launch)
+            prepared = prepare(
+                replace(_alone(config), train=replace(config.train, seed=config.train.seed or 0)), launch
+            )
             export(prepared.task.network, folder, preprocessing=prepared.preprocessing, format="vitfw")
         for rung in plan.ladder.rungs:
             config = configs[rung]
             if plan.is_grid(config):
                 config = without_steps(config, launch)
             weights = folder if plan.pretrains else config.weights
-            prepare(replace(config, train=replace(config.train, seed=start), weights=weights), launch)
+            prepare(replace(_alone(config), train=replace(config.train, seed=start), weights=weights), launch)
             for seed in range(start, start + plan.ladder.seeds):
                 if config.freeze.rung == "probe":
                     check_kind(plan.folder(rung, seed), grid=plan.is_grid(config))
+
+
+def _alone(config: Config) -> Config:
+    """For a rehearsal on rank 0: a sharded start would send weights to ranks that are not there to take them."""
+    return replace(config, machine=replace(config.machine, strategy="ddp"))
 
 
 def _dry_run(plan: Plan, configs: dict[str, Config], launch: Launch) -> str:
