@@ -78,3 +78,38 @@ def test_a_run_in_a_moved_folder_keeps_its_best(tmp_path: Path, scores: list[flo
     assert main([*words, f"out={tmp_path / 'c'}"]) == 0
     assert best(tmp_path / "c") == (0.9, 9, 9)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("lost", ["missing", "of an older step", "of a later step"])
+def test_names_that_a_kill_left_wrong_are_mended(tmp_path: Path, scores: list[float], lost: str) -> None:
+    """P63: a save gets its own name first, then `last` and `best`: killed in between, the next start makes up for it."""
+    words = tiny(f"out={tmp_path / 'run'}", "ema.decay=null", "machine.keep_last=5")
+    folder = tmp_path / "run" / "checkpoints"
+    scores += [0.5, 0.8, 0.6]
+    assert main([*words, "stop_after=6"]) == 75
+    for name in ("best.ckpt", "last.ckpt"):
+        (folder / name).unlink()
+        if lost != "missing":
+            source = folder / "step-000000003.ckpt"
+            if lost == "of a later step":
+                state = checkpoint.load(source)
+                state["progress"]["step"] = 8
+                source = folder / "other"
+                torch.save(state, source)
+            (folder / name).hardlink_to(source)
+    assert main([*words, "stop_after=7"]) == 75
+    assert best(tmp_path / "run") == (0.8, 6, 6)
+    assert main(words) == 0
+    assert best(tmp_path / "run") == (0.8, 6, 6)
+
+
+def test_a_best_that_is_gone_is_said_and_the_last_is_exported(
+    tmp_path: Path, scores: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = tiny(f"out={tmp_path / 'run'}", "ema.decay=null", "machine.keep_last=1")
+    scores += [0.8, 0.5, 0.5]
+    assert main([*words, "stop_after=7"]) == 75
+    (tmp_path / "run" / "checkpoints" / "best.ckpt").unlink()
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "note: best.ckpt of step 3 is gone" in shown and "the last weights are exported instead" in shown

@@ -285,6 +285,8 @@ def newest_checkpoint(folder: Path, *, is_main: bool) -> tuple[Path, checkpoint.
     if is_main:
         for word in damaged:
             print(f"passed over a damaged checkpoint: {word}", flush=True)
+        for word in checkpoint.mend_names(path, progress):
+            print(f"note: {word}", flush=True)
     if not path.exists():
         raise checkpoint.CheckpointError(
             f"{path} is on the first node alone: out= must lie on a file system of all nodes"

@@ -206,6 +206,32 @@ def newest(folder: Path) -> tuple[Path, Progress, list[str]] | None:
     return None
 
 
+def mend_names(path: Path, progress: Progress) -> list[str]:
+    """Gives a checkpoint to go on from, and the best ones that it knows of, their names where a kill left them without, or
+    where the name is that of a later step that was passed over. Returns a word about each best one that is gone. Rank 0 only."""
+    if path.name == LAST:  # somebody put it there by itself
+        return []
+    wanted = {LAST: progress.step}
+    wanted |= {best_name(key.partition("/")[0]): at for key, at in progress.best_step.items()}
+    words = []
+    for name, step in wanted.items():
+        target, source = path.with_name(name), files.step_path(path.parent, step)
+        if _step_of(target) == step:
+            continue
+        if source.exists():
+            files.link(source, target)
+        else:
+            words.append(f"{name} of step {step:,} is gone")
+    return words
+
+
+def _step_of(path: Path) -> int | None:
+    try:
+        return Progress(**load(path)["progress"]).step
+    except CheckpointError:
+        return None
+
+
 def _candidates(folder: Path) -> list[Path]:
     """Files to continue from, the best first: saved steps, and a `last.ckpt` that somebody put there by itself."""
     saved = [path for _, path in step_files(folder)] if folder.is_dir() else []

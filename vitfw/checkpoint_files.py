@@ -106,7 +106,7 @@ def publish(temporary: Path, path: Path, *, names: Sequence[str], keep: Keep) ->
     """Gives a written checkpoint its name and `names`, and removes the steps that `keep` does not name."""
     put_in_place(temporary, path)
     for name in names:
-        _link(path, path.with_name(name))
+        link(path, path.with_name(name))
     sync_folder(path.parent)
     _prune(path.parent, keep)
 
@@ -125,7 +125,8 @@ def put_in_place(temporary: Path, target: Path) -> None:
     remove(before)
 
 
-def _link(source: Path, target: Path) -> None:
+def link(source: Path, target: Path) -> None:
+    """Gives a checkpoint a further name in its folder, in one step."""
     temporary = target.with_name(f".{target.name}.tmp")
     remove(temporary)
     try:

@@ -100,6 +100,9 @@ def export_run(run: Run, monitor: Monitor, progress: checkpoint.Progress) -> Pat
     split = best_split(monitor, progress)
     file = checkpoint.LAST if split is None else checkpoint.best_name(split)
     which = "ema" if split == "val_ema" else "raw"
+    if not (run.checkpoints / file).exists():
+        print(f"note: {run.checkpoints / file} is gone; the last weights are exported instead", flush=True)
+        file = checkpoint.LAST
     return export_checkpoint(run.checkpoints / file, run.export, which=which).folder
 
 
