@@ -85,9 +85,11 @@ def run_grid(config: Config, launch: Launch, words: list[str], grid: GridConfig,
 
 
 def without_steps(config: Config, launch: Launch) -> Config:
-    """The configuration with the shortest training there is: nothing is refused for a batch or schedule that is not used."""
+    """The configuration with the shortest training there is: nothing is refused for a batch or schedule that is not used.
+    Every rank has the whole network, for it reads images of its own."""
     train = TrainConfig(epochs=1, global_batch=launch.world, seed=config.train.seed)
-    return replace(config, train=train, optim=OptimConfig(lr=1.0, schedule="constant"))
+    machine = replace(config.machine, strategy="auto", shard_size=0)
+    return replace(config, train=train, optim=OptimConfig(lr=1.0, schedule="constant"), machine=machine)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
