@@ -33,7 +33,6 @@ from vitfw.parallel import starts_on_rank_0
 from vitfw.schedules import Length, learning_rate, resolve_length
 from vitfw.seeding import derive, seed_all
 from vitfw.tasks import build_task
-from vitfw.tasks.distill import DistillTask
 from vitfw.tasks.mae import MaeTask
 from vitfw.tasks.task import Task
 
@@ -225,7 +224,7 @@ def _short_tune(
 def _check_heads(config: Config, task: Task) -> None:
     """Refuses a network with a second head that this task would not teach. A frozen one answers with the mean of both."""
     two_heads = isinstance(task.network, ViT) and task.network.arch.distillation_token and task.network.training
-    if two_heads and task.num_classes is not None and not isinstance(task, DistillTask):
+    if two_heads and task.num_classes is not None and not task.teaches_second_head:
         raise ValueError(
             f"task.name={config.task.name} with model.variant={config.model.variant}, model.distillation_token="
             f"{config.model.distillation_token}: nothing would teach the distillation head; set "

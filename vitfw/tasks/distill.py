@@ -97,6 +97,7 @@ class DistillTask(Task):
     """Owns the student and, to compare features, a projection to the teacher's width; the teacher stays outside of it."""
 
     monitor = Monitor("acc1", "max")
+    teaches_second_head = True
 
     def __init__(self, net: nn.Module, teacher: Teacher, config: DistillConfig, *, num_classes: int) -> None:
         super().__init__()

@@ -44,6 +44,7 @@ class Task(nn.Module, ABC):
     num_classes: int | None = None  # None: labels are not used in training, so nothing mixes or smooths them
     smoothing: float = 0.0
     multi_label: bool = False  # labels are sets: `label` float32 [B, K]
+    teaches_second_head: bool = False  # of a network with a distillation token
 
     @abstractmethod
     def losses(self, batch: Batch, progress: float) -> dict[str, Tensor]:
